@@ -91,6 +91,12 @@ OVERVIEW: tuple[Spec, ...] = (
         report.lengths,
     ),
     Spec(
+        "random_ids", "Forward on text and on random token ids",
+        "The paper's benchmark reads uniformly random ids, on which a trained model has other non-zeros. First line: "
+        "the whole model; then its blocks.",
+        report.random_ids,
+    ),
+    Spec(
         "generation", "Generation",
         "Greedy `model.generate`: new tokens over the time of the whole call. Compiled: with a cache of fixed size and "
         "a CUDA graph for each decoding step. For much of the time the GPU waits for the host.",

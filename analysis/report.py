@@ -240,6 +240,19 @@ def lengths(results: Results) -> pd.DataFrame:
     return own.reindex(columns=["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"])
 
 
+def random_ids(results: Results) -> pd.DataFrame:
+    """Forward of trained models, and of each block, on text and on random token ids: active neurons, and the speed of
+    the fastest sparse plan."""
+    columns = {}
+    for name, ending in (("text", ""), ("random", "_random_ids")):
+        rows = where(results.rows, op=(f"model_forward{ending}", f"ffn_forward{ending}"), metric="time")
+        rows = choose.made_for_speed(rows[rows["model"].ne("") & rows["value"].notna()])
+        by = rows[rows["plan"].ne("dense")].groupby([*MODEL, "layer"], dropna=False)
+        columns |= {f"{name}_active": by["mean_nnz"].mean(), f"{name}_speed": by["ratio"].max()}
+    table = pd.DataFrame(columns).dropna().reset_index()
+    return table.sort_values([*MODEL, "layer"], na_position="first")
+
+
 def frontier(results: Results) -> pd.DataFrame:
     """The points of figure J: ways to train a model, each trained and timed."""
     columns = {

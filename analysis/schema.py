@@ -187,6 +187,8 @@ OPS: dict[str, str] = {
     "ffn_training": "one feed-forward block, forward and backward",
     "ffn_training_stack": "the same as in a model: four copies of the block forward, then backward; the time of one",
     "model_forward": "the whole decoder without the output head, forward",
+    "model_forward_random_ids": "the same on uniformly random token ids instead of text",
+    "ffn_forward_random_ids": "the blocks of that forward pass",
     "model_training": "one training step of the whole model",
     "generate": "greedy generation by the whole model: a fixed number of new tokens behind each prompt",
     "evaluate": "downstream tasks and cross-entropy",

@@ -106,20 +106,20 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
     ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     backends = feedforward.chosen(config.backends, device)
-    name = f"{subject.name} on random ids" if config.data == RANDOM_IDS else subject.name
+    name, on = subject.name, "_random_ids" if config.data == RANDOM_IDS else ""
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
     if config.whole_model:
         plain = [name for name in backends if Name.of(name).plain]
         alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
-        columns |= {"op": "model_forward", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
+        columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
         yield compare(alternatives, device, config.timing, config.metrics, **columns)
     dense = [name for name in config.dense if name in (*DENSE_FORMS, FP8)]
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)
         alternatives = feedforward.alternatives(problem, dense, [name for name in backends if name != AUTO])
-        columns |= {"op": "ffn_forward", "pattern": f"{name}/layer{layer}", "layer": layer}
+        columns |= {"op": f"ffn_forward{on}", "pattern": f"{name}/layer{layer}", "layer": layer}
         columns["mean_nnz"] = feedforward.mean_nonzeros(problem)
         yield compare(alternatives, device, config.layer_timing, config.metrics, **columns)
 

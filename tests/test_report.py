@@ -109,3 +109,20 @@ def test_only_marked_blocks_of_a_page_change(tmp_path):
     assert markdown.fill(filled, results, catalogue.make(results), []) == filled
     with pytest.raises(KeyError):
         markdown.fill(page.replace("models", "unknown"), results, [], [])
+
+
+def test_random_ids_stand_beside_text_and_in_no_other_table(tmp_path):
+    rows = [*COMPILED]
+    for ending, nonzeros, time in (("", 90.0, 2.0), ("_random_ids", 400.0, 3.0)):
+        for op in (f"model_forward{ending}", f"ffn_forward{ending}"):
+            about = {"mean_nnz": nonzeros, "tokens": 4096, "layer": None if op.startswith("model") else 0}
+            dense = {"plan": "dense", "backend": "dense_eager"}
+            sparse = {"plan": "twell", "backend": "hopper", "ratio": 3.0 / time}
+            rows.append(row(STUDY, RUN, f"bench{ending}", op, "time", 3.0, **dense, **about))
+            rows.append(row(STUDY, RUN, f"bench{ending}", op, "time", time, **sparse, **about))
+    results = results_of(tmp_path, rows)
+    table = report.random_ids(results)
+    assert table["layer"].isna().tolist() == [True, False]
+    assert table[["text_active", "random_active"]].to_numpy().tolist() == [[90.0, 400.0]] * 2
+    assert table[["text_speed", "random_speed"]].to_numpy().tolist() == [[1.5, 1.0]] * 2
+    assert report.models(results)["active"].tolist() == [90.0]

@@ -56,6 +56,7 @@ def _quick(request, monkeypatch):
     number of tokens, although the problems here have few."""
     from twell.triton import few
 
+    torch.manual_seed(0)  # whatever ran before: what plain bfloat16 loses, and so what is allowed, is a matter of luck
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
     if not request.node.name.startswith("test_few_tokens"):
