@@ -147,11 +147,13 @@ def comparable_sizes(rows: pd.DataFrame, main: str, l1: float | None) -> pd.Seri
 
 
 def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the devices on which a sparse backend other than the reference ran, without the reference's rows.
+    """Rows of the devices on which a sparse backend other than the reference ran, without the reference's rows, and
+    without those of FP8 products.
 
-    The reference backend defines results and is not made for speed: its times say nothing about sparsity.
+    The reference backend defines results and is not made for speed: its times say nothing about sparsity. FP8 products
+    are neither exact nor sparse.
     """
-    rows = rows[rows["backend"].str.removesuffix(schema.COMPILED) != schema.REFERENCE]
+    rows = rows[rows["backend"].str.removesuffix(schema.COMPILED).ne(schema.REFERENCE) & rows["plan"].ne(schema.FP8)]
     sparse = rows[~rows["plan"].isin(("dense", schema.LIVE_PLANS["dense"], ""))]
     return rows[rows["device"].isin(set(sparse["device"]))]
 

@@ -128,21 +128,23 @@ def steps_uncompiled(results: Results) -> pd.DataFrame:
     return _uncompiled(results, "model_training", "peak_memory")
 
 
-FP8 = ("dense_fp8", "fp8_error_pct")
+FP8 = (schema.FP8, "fp8_error_pct")
 PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(schema.ORDERED_PLANS.values())
 
 
 def _blocks(results: Results, op: str) -> pd.DataFrame:
     """One block on synthetic patterns, with the most tokens measured: time of the fastest dense form, and the speed of
     every neuron sparse, hot, sorted, with backup, of Triton, and of FP8 products, with their error."""
-    rows = where(results.rows, op=op, metric="time")
-    rows = choose.made_for_speed(rows[rows["pattern"].str.startswith("synthetic") & rows["value"].notna()])
+    every = where(results.rows, op=op, metric="time")
+    every = every[every["pattern"].str.startswith("synthetic") & every["value"].notna()]
+    every = every.assign(mean_nnz=every["mean_nnz"].round())
+    rows = choose.made_for_speed(every)
     if rows.empty:
         return pd.DataFrame()
     size = ["device", "gated", "hidden", "intermediate"]
     rows = rows[rows["tokens"].eq(rows.groupby(size)["tokens"].transform("max"))]
-    by = [*size, "tokens", rows["mean_nnz"].round().rename("mean_nnz")]
-    hopper, fp8 = where(rows, backend="hopper"), where(rows, plan="dense_fp8").groupby(by)
+    by = [*size, "tokens", "mean_nnz"]
+    hopper, fp8 = where(rows, backend="hopper"), where(every, plan=schema.FP8).groupby(by)
     columns = {
         "dense_ms": where(rows, plan="dense").groupby(by)["value"].min(),
         "plain": where(hopper, plan=PLAIN).groupby(by)["ratio"].median(),
@@ -150,7 +152,7 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
         "sorted_ratio": where(hopper, plan=SORTED).groupby(by)["ratio"].median(),
         "backup_ratio": choose.papers_method(where(hopper, plan="hybrid")).groupby(by)["ratio"].median(),
         "triton": where(rows, backend="triton", plan=PLAIN).groupby(by)["ratio"].median(),
-        "dense_fp8": fp8["ratio"].median(),
+        schema.FP8: fp8["ratio"].median(),
         "fp8_error_pct": fp8["check_error"].max() * 100,
     }
     table = pd.DataFrame(columns).dropna(subset="plain")
@@ -243,7 +245,7 @@ def lengths(results: Results) -> pd.DataFrame:
 def random_ids(results: Results) -> pd.DataFrame:
     """Forward of trained models, and of each block, on text and on random token ids: active neurons, and the speed of
     the fastest sparse plan."""
-    columns = {}
+    columns: dict[str, pd.Series] = {}
     for name, ending in (("text", ""), ("random", "_random_ids")):
         rows = where(results.rows, op=(f"model_forward{ending}", f"ffn_forward{ending}"), metric="time")
         rows = choose.made_for_speed(rows[rows["model"].ne("") & rows["value"].notna()])

@@ -176,6 +176,7 @@ TASKS: dict[str, Task] = {
 }
 MEAN_CHANCE = sum(task.chance for task in TASKS.values()) / len(TASKS)
 
+FP8 = "dense_fp8"  # a plan, and a dense form of a forward: not exact, and never the baseline
 OPS: dict[str, str] = {
     "train": "a training run, from its metrics",
     "nonzeros": "statistics of the activations on real text",

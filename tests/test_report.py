@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from synthetic_results import Run, Study, row, write_rows
 
-from analysis import catalogue, markdown, report
+from analysis import catalogue, choose, markdown, report
 from analysis.load import load
 
 STUDY = Study(name="speeds", model="0.5b", gpu=True, device="A GPU")
@@ -126,3 +126,17 @@ def test_random_ids_stand_beside_text_and_in_no_other_table(tmp_path):
     assert table[["text_active", "random_active"]].to_numpy().tolist() == [[90.0, 400.0]] * 2
     assert table[["text_speed", "random_speed"]].to_numpy().tolist() == [[1.5, 1.0]] * 2
     assert report.models(results)["active"].tolist() == [90.0]
+
+
+def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):
+    about = {"tokens": 4096, "mean_nnz": 60.0, "hidden": 64, "intermediate": 128, "pattern": "synthetic"}
+    forms = (("dense", "dense_eager", 3.0), ("twell", "hopper", 2.0), ("dense_fp8", "dense_fp8", 1.5))
+    rows = [
+        row(STUDY, RUN, "blocks", "ffn_forward", "time", time, plan=plan, backend=backend, check_error=0.1, **about)
+        | ({} if plan == "dense" else {"ratio": 3.0 / time})
+        for plan, backend, time in forms
+    ]
+    results = results_of(tmp_path, rows)
+    (line,) = report.blocks_forward(results).to_dict("records")
+    assert (line["plain"], line["dense_fp8"], line["fp8_error_pct"]) == (1.5, 2.0, pytest.approx(10))
+    assert set(choose.made_for_speed(results.rows)["plan"]) == {"dense", "twell"}
