@@ -128,7 +128,6 @@ def steps_uncompiled(results: Results) -> pd.DataFrame:
     return _uncompiled(results, "model_training", "peak_memory")
 
 
-FP8 = (schema.FP8, "fp8_error_pct")
 PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(schema.ORDERED_PLANS.values())
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from analysis.schema import FP8 as FP8  # another dense form of a forward
 from experiments.run.config import option, section
 from experiments.run.output import OutputConfig, device_option
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig
@@ -16,7 +17,6 @@ from twell.names import check_name
 
 # The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
-FP8 = "dense_fp8"  # another dense form of a forward, which is not exact and never the baseline: see `fp8`
 # The single operations of `experiments.bench.single_ops`, and those of only one kind of block.
 SINGLE_OPS = (
     *("gate_pack", "gated_down", "down"),  # inference

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from twell import Plan, autotune, load_plans
 from twell.hopper import compiler
-from twell.registry import why_not
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu]
@@ -61,9 +60,7 @@ def test_a_process_whose_first_call_is_captured_is_told_what_to_do(backend):
     assert output.split() == ["True", "True"]
 
 
-def test_no_call_compiles_after_plans_are_loaded(monkeypatch):
-    if why_not("hopper"):
-        pytest.skip(why_not("hopper"))
+def test_no_call_compiles_after_plans_are_loaded(needs_hopper, monkeypatch):
     block = make_block(192, 1536, keep_stats=False).to(CUDA, torch.bfloat16).eval()
     load_plans(block, [{"backend": "hopper"}])
     monkeypatch.setattr(compiler, "cubin", lambda name, macros: pytest.fail(f"{name} with {macros} was not loaded"))
