@@ -19,7 +19,6 @@ another it need not be. dense+live is the control: what leaving these neurons ou
 from __future__ import annotations
 
 import logging
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from experiments.bench.options import DENSE_FORMS, FP8, SECTION_4, SequenceBench
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
-from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, RANDOM_IDS, TEXT_SOURCE
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
 from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
 
@@ -58,10 +57,12 @@ class BenchForwardConfig(SequenceBenchConfig):
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on, its validation split; random: "
-        "uniformly random token ids, on which a trained model has other non-zeros than on text",
-        pattern=re.compile(f"{RANDOM_IDS}|{TEXT_SOURCE.pattern}", re.DOTALL),
-        described=f"{RANDOM_IDS}, {A_TEXT_SOURCE}",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on, its validation split",
+        pattern=TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
+    )
+    random_ids: bool = option(
+        False, "also on uniformly random token ids, on which a trained model has other non-zeros than on text"
     )
     backends: list[str] = option(
         [],
@@ -99,14 +100,23 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
     Raises:
         CheckFailed: an output is off by more than rounding.
     """
+    size = config.batch, config.sequence, config.seed
+    yield from _rows(subject, subject.text(*size, config.data), "", config, device)
+    if config.random_ids:
+        yield from _rows(subject, subject.random_ids(*size), "_random_ids", config, device)
+
+
+def _rows(
+    subject: Subject, ids_BS: torch.Tensor, on: str, config: BenchForwardConfig, device: torch.device
+) -> Iterator[Rows]:
     from experiments.bench import feedforward
     from experiments.bench.decoder import Decoder, decoder_alternatives
     from experiments.timing.compare import compare
 
-    ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
+    ids_BS = ids_BS[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     backends = feedforward.chosen(config.backends, device)
-    name, on = subject.name, "_random_ids" if config.data == RANDOM_IDS else ""
+    name = subject.name
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
     if config.whole_model:

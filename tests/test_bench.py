@@ -585,10 +585,8 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
 
 def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
     options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    text, random = (
-        rows_of(bench_forward, tmp_path / name, *options, "metrics=[time]", f"data={data}")
-        for name, data in (("text", ""), ("random", "random"))
-    )
+    rows = rows_of(bench_forward, tmp_path, *options, "metrics=[time]", "random_ids=true")
+    text, random = ([row for row in rows if row["op"].endswith("_random_ids") == here] for here in (False, True))
     means = [{row["pattern"]: row["mean_nnz"] for row in rows} for rows in (text, random)]
     assert list(means[0]) == list(means[1]) == ["relu_l1_1e-3", "relu_l1_1e-3/layer0", "relu_l1_1e-3/layer1"]
     assert set(means[0].values()).isdisjoint(means[1].values())

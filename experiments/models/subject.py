@@ -17,7 +17,7 @@ from experiments.models.checkpoint import load_trained
 from experiments.models.llama import build_model
 from experiments.models.pretrained import LoadedModel
 from experiments.run.errors import CheckpointError, ConfigError, DataError
-from experiments.run.train_config import RANDOM_IDS, DataConfig, ModelConfig, model_columns, training_columns
+from experiments.run.train_config import DataConfig, ModelConfig, model_columns, training_columns
 
 LONGEST = 2048  # tokens per sequence of models that were not trained here
 
@@ -129,14 +129,18 @@ class Subject:
 
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
-        its beginning, repeated if it is too short; uniformly random ids for a random model, and where data is
-        RANDOM_IDS. data, errors: see `batches`."""
+        its beginning, repeated if it is too short; for a random model `random_ids`. data, errors: see `batches`."""
+        if self.random:
+            return self.random_ids(batch, sequence, seed)
         self.check_length(sequence)
-        if self.random or data == RANDOM_IDS:
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
         ids_BS = next(self.batches(batch, sequence, batch * (sequence or self.sequence_length), data))
         return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
+
+    def random_ids(self, batch: int, sequence: int, seed: int) -> Tensor:
+        """Uniformly random token ids, int64 [batch, sequence + 1]."""
+        self.check_length(sequence)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
 
 
 def _place(source: str) -> Path:

@@ -31,7 +31,6 @@ SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 WITHOUT_EFFECT = ("data.name", "data.cache_dir", "data.skip_records")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
-RANDOM_IDS = "random"  # instead of a text, in benchmarks: uniformly random token ids
 
 
 @dataclass
