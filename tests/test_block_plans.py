@@ -83,28 +83,34 @@ def choose(plans, *nonzeros, rates=None):
 # --- when, and what ---------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_is_measured_once_few_neurons_fire_and_again_when_these_halve_or_double(tuned):
-    plans = plans_of()  # at most 62.5 of 1000 neurons
+def test_dense_layers_are_measured_when_few_neurons_fire_and_sparse_ones_when_many_do(tuned):
+    plans = plans_of(hot_neurons=False)  # at most 62.5 of 1000 neurons
     assert plans.due([500, 63]) == []
     assert plans.due([500, 62]) == [1]
     choose(plans, 500, 60)
     assert plans.backends == ["dense", "reference"]
-    assert plans.due([500, 31]) == plans.due([500, 119]) == []
-    assert plans.due([500, 30]) == [1]
-    assert plans.due([500, 120]) == [1], "a sparse layer, though they are many"
+    assert plans.due([500, 119]) == plans.due([500, 1]) == []
+    assert plans.due([500, 120]) == [1]
     assert plans.due([60, 60]) == [0]
     choose(plans, 60, 0)
-    assert plans.due([60, 0]) == [], "none at all"
-    assert tuned == [1, 2]
+    assert tuned == [1, 1]
+    plans._blocks[0].plan = Plan()  # as if dense products were still faster
+    assert plans.due([200, 0]) == plans.due([31, 0]) == []
+    assert plans.due([30, 0]) == [0]
 
 
-def test_a_whole_training_measures_each_layer_three_times(tuned):
+def test_a_whole_training_measures_each_layer_once_and_its_hot_neurons_follow(tuned):
     """As the 0.5B model's non-zeros fall and rise again within 800 steps, by tens of steps."""
     plans, neurons = plans_of(layers=8, neurons=5632), 5632
     falling = [neurons / 2 * 0.9**step for step in range(36)]
+    hot = []
     for nonzeros in (*falling, *(falling[-1] + 0.6 * step for step in range(45))):
-        choose(plans, *[nonzeros] * 8)
-    assert sum(tuned) == 3 * 8
+        rates = torch.where(torch.arange(neurons) < nonzeros, 0.9, 0.001)
+        choose(plans, *[nonzeros] * 8, rates=[rates] * 8)
+        hot.append(plans.hot_neurons[3])
+    assert sum(tuned) == 8
+    assert hot[35] == 128 < max(hot[22:]) == 384
+    assert plans.capacities == [128] * 8, "enough for those that are not hot"
 
 
 def test_nothing_is_chosen_where_nothing_can_be():
@@ -123,9 +129,11 @@ def test_a_named_backend_has_the_hot_neurons_of_the_firing_rates():
     choose(plans, 180, 300, rates=[rates, torch.full((512,), 0.6)])
     assert set(range(7, 207)) <= set(plans._blocks[0].plan.indices)
     assert plans.hot_neurons == [256, 512]
-    assert plans.capacities == [64, 64], "those that are not hot"
-    choose(plans, 100, 290, rates=None)
-    assert plans.hot_neurons == [256, 512], "neither halved nor doubled"
+    assert plans.capacities == [128, 128], "enough for those that are not hot"
+    choose(plans, 170, 310, rates=None)
+    assert plans.hot_neurons == [256, 512], "hardly changed"
+    choose(plans, 5, 310, rates=[torch.full((512,), 0.01)] * 2)
+    assert plans.hot_neurons == [0, 512]
 
 
 def test_what_is_configured_is_part_of_every_plan(tuned):
@@ -160,7 +168,8 @@ def test_plans_go_on_where_their_options_allow_it(tuned):
     assert again(plans, hot_neurons=False).hot_neurons == [0, 0]
     named = again(plans, "reference")
     assert (named.backends, named.hot_neurons) == (["reference"] * 2, [2, 0])
-    assert named.due([40, 40]) == [1]
+    choose(named, 30, 40, rates=[torch.full((1000,), 0.9)] * 2)
+    assert named.hot_neurons == [2, 896], "the first was fitted before"
 
 
 def test_without_a_sparse_backend_all_stays_dense(make, caplog):

@@ -1,9 +1,9 @@
 """The plans of a training's feed-forward blocks, and when they are chosen.
 
 With `execution.sparse.backend=auto` every block is dense at first, since a model is not sparse early in training. At
-logged steps `twell.autotune` measures the blocks whose non-zeros have changed enough, on a micro-batch of the training.
-With a named backend every block has it from the start, and at the same steps the neurons that it leaves to dense
-products (`twell.hot`) are chosen by their firing rates.
+logged steps `twell.autotune` measures, on a micro-batch of the training, dense blocks whose non-zeros have become few,
+and sparse ones whose non-zeros have become many. With a named backend every block has it from the start. The neurons
+that a sparse block leaves to dense products (`twell.hot`) follow their firing rates, without a measurement.
 
 What a plan changes is time and memory. Gradients are exact at any capacity: those of a call that exceeds it come from
 dense products, and where no capacity is configured, the block raises it for its next call.
@@ -24,7 +24,7 @@ from experiments.run.distributed import Processes
 from experiments.run.train_config import SparseConfig, TrainConfig
 from experiments.training.loss import LossModel
 from twell import Plan, SparseFeedForward, autotune, available_backends
-from twell.capacity import capacity_for
+from twell.capacity import capacity_for, fitted
 from twell.hot import best_split
 from twell.registry import why_not
 
@@ -34,10 +34,12 @@ NEVER_FASTER = (DENSE, "reference")
 # Share of the neurons above which no sparse form is measured. On an H200, forward and backward of a block with 5,632
 # neurons are no faster sparse than dense with 325 non-zeros (1/17), and are with 291.
 MOST_NONZEROS = 1 / 16
-# A block is measured again once it has so many times as many, or as few, non-zeros as when it was last measured. A
-# sparse form takes about a fifth longer with twice the non-zeros (60 and 120 on an H200), and to measure a block takes
-# as long as some 50 of its calls: by halves, from 1/16 of the neurons down to 1/64, that is done three times.
+# A dense block is measured again once it has so many times fewer non-zeros than when it was last measured, a sparse one
+# once it has so many times more: to measure takes as long as some 50 of its calls, and the first time, in a compiled
+# model, as long as a compilation.
 MOVED = 2.0
+# The hot neurons and the capacity of a sparse block follow once its non-zeros have changed by so much.
+FITS = 1.1
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,9 @@ class BlockPlans:
     def __init__(self, blocks: Sequence[FeedForward], config: SparseConfig, backend: str, *, compiled: bool) -> None:
         self._blocks, self._config, self._backend, self._compiled = blocks, config, backend, compiled
         self._auto = config.backend == AUTO
-        self._measured: list[float | None] = [None] * len(blocks)  # mean non-zeros when last measured
+        # Mean non-zeros when last measured, and when hot neurons and capacity were last chosen.
+        self._measured: list[float | None] = [None] * len(blocks)
+        self._fitted: list[float | None] = [None] * len(blocks)
         for block in self._sparse_blocks():
             plan = Plan(DENSE if self._auto else backend, capacity=config.capacity, backup=config.backup or 0.0)
             block.plan = plan
@@ -116,39 +120,47 @@ class BlockPlans:
     def due(self, nonzeros: Sequence[float]) -> list[int]:
         """The layers to measure at these mean non-zeros."""
         layers = []
-        for layer, block in enumerate(self._sparse_blocks()):
+        for layer, block in enumerate(self._sparse_blocks() if self._auto else []):
             now, before = max(nonzeros[layer], 1.0), self._measured[layer]
-            moved = before is None or not before / MOVED < now < before * MOVED
-            pays = now <= MOST_NONZEROS * block.up_proj.out_features or block.plan.backend != DENSE
-            layers += [layer] if moved and pays else []
+            if block.plan.backend != DENSE:
+                layers += [layer] if now >= MOVED * (before or 1.0) else []
+            elif now <= MOST_NONZEROS * block.up_proj.out_features and (before is None or now <= before / MOVED):
+                layers.append(layer)
         return layers
 
     def choose(
         self, nonzeros: Sequence[float], loss_model: LossModel, tokens: Tensor, rates: Callable[[], list[Tensor]]
     ) -> None:
-        """Choose the plans of the layers that are due. tokens: a micro-batch, as `loss_model` takes it; rates: the
-        firing rates of each layer, the same in all processes."""
+        """Choose the plans of the layers that are due, and fit those of other sparse ones. tokens: a micro-batch, as
+        `loss_model` takes it; rates: the firing rates of each layer, the same in all processes."""
         due, blocks = self.due(nonzeros), self._sparse_blocks()
-        if not due:
-            return
-        if self._auto:
+        now = [max(mean, 1.0) for mean in nonzeros]
+        moved = [
+            layer
+            for layer, (block, before) in enumerate(zip(blocks, self._fitted, strict=bool(blocks)))
+            if block.plan.backend != DENSE and not (before and before / FITS < now[layer] < before * FITS)
+        ]
+        if follow := [layer for layer in moved if layer not in due]:
+            rates_LN = rates() if self._config.hot_neurons else None
+            for layer in follow:
+                self._fit(blocks[layer], nonzeros[layer], None if rates_LN is None else rates_LN[layer])
+        if due:
             chosen = [blocks[layer] for layer in due]
             autotune(loss_model, tokens, blocks=chosen, hot=self._config.hot_neurons, compiled=self._compiled)
-        else:
-            rates_LN = rates() if self._config.hot_neurons else None
-            for layer in due:
-                self._fit(blocks[layer], nonzeros[layer], None if rates_LN is None else rates_LN[layer])
         for layer in due:
-            self._measured[layer] = max(nonzeros[layer], 1.0)
+            self._measured[layer] = now[layer]
+        for layer in (*due, *follow):
+            self._fitted[layer] = now[layer]
 
     def _fit(self, block: SparseFeedForward, nonzeros: float, rates_N: Tensor | None) -> None:
-        """Fit hot neurons and capacity of a block with a named backend."""
+        """Fit hot neurons and capacity of a sparse block."""
+        present = block.current_capacity
         if rates_N is not None:
             # On the CPU: running sums on a GPU may differ in the last bit, and then the processes' choices might, too.
             block.plan = replace(block.plan, hot=tuple(best_split(rates_N.cpu()).neurons.tolist()))
             nonzeros -= rates_N[list(block.plan.indices)].sum().item()
         if block.plan.capacity is None:
-            block.current_capacity = capacity_for(nonzeros, block.up_proj.out_features)
+            block.current_capacity = fitted(present, capacity_for(nonzeros, block.up_proj.out_features))
 
     def state(self, capacities: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The state for a checkpoint, as JSON values. capacities: `capacities` of each process."""
@@ -157,12 +169,13 @@ class BlockPlans:
             "plans": plans,
             "capacities": [list(of_process) for of_process in capacities],
             "measured": self._measured,
+            "fitted": self._fitted,
         }
 
     def restore(self, state: dict[str, Any], rank: int) -> None:
         """Restore what options and machine still allow: another backend, capacity or backup in the configuration
         replaces the saved one."""
-        plans, measured = [Plan.of(plan) for plan in state["plans"]], list(state["measured"])
+        plans, measured = [Plan.of(plan) for plan in state["plans"]], state["measured"]
         capacities = state["capacities"][rank] if rank < len(state["capacities"]) else None
         for layer, block in enumerate(self._sparse_blocks()):
             saved = plans[layer]
@@ -170,6 +183,6 @@ class BlockPlans:
                 continue
             hot = saved.indices if self._config.hot_neurons else ()
             block.plan = replace(block.plan, backend=saved.backend, hot=hot)
-            self._measured[layer] = measured[layer]
+            self._measured[layer], self._fitted[layer] = measured[layer], state.get("fitted", measured)[layer]
             if capacities is not None and block.plan.capacity is None and saved.capacity is None and capacities[layer]:
                 block.current_capacity = capacities[layer]

@@ -15,6 +15,12 @@ def capacity_for(nonzeros: float, neurons: int) -> int:
     return min(neurons, max(LEAST_CAPACITY, 2 ** math.ceil(math.log2(max(1.0, HEADROOM * nonzeros)))))
 
 
+def fitted(present: int, wanted: int) -> int:
+    """The capacity where one is wanted: raised at once, but lowered only if a quarter of the present one is enough,
+    since what is saved gets other sizes."""
+    return present if present / 4 < wanted <= present else wanted
+
+
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's current stream. The host must not wait then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

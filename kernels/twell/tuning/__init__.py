@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capacity import fitted
 from ..modules import SparseFeedForward, check_whole, feed_forward_blocks
 from ..plan import CAPACITY
 from ..registry import is_sparse
@@ -129,8 +130,6 @@ def _apply(layer: int, block: SparseFeedForward, decision: Decision) -> None:
     if decision.capacity is None or plan.capacity is not None:
         return
     if is_sparse(plan.backend):
-        # Raised at once, but lowered only if a quarter is enough: what is saved gets other sizes.
-        enough = present / 4 < decision.capacity <= present
-        block._capacity = present if enough else decision.capacity
+        block._capacity = fitted(present, decision.capacity)
     else:
         block._capacity = CAPACITY  # the same for all dense blocks, because torch.compile guards on it even for them
