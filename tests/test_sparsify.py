@@ -296,6 +296,37 @@ def test_an_mlp_is_known_by_what_it_computes(make, activation, gate):
         setattr(other, next(other.named_children())[0], nn.Bilinear(1, 1, 1))
 
 
+class Casted(nn.Linear):
+    """As in modded-nanogpt: a weight that is cast to the dtype of x."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
+def test_layers_that_only_cast_their_weight_become_plain_ones_of_the_same_parameters():
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_fc, self.c_proj = Casted(8, 32), Casted(32, 8)
+
+        def forward(self, x):
+            return self.c_proj(F.relu(self.c_fc(x)).square())
+
+    model, x = nn.Sequential(MLP(), MLP()), torch.randn(5, 8)
+    wanted, parameters = model(x), dict(model.named_parameters())
+    (block, _) = feed_forward_blocks(sparsify(model))
+    assert (block.activation, type(block.c_fc)) == ("relu2", nn.Linear)
+    assert {name: id(value) for name, value in model.named_parameters()} == {n: id(v) for n, v in parameters.items()}
+    torch.testing.assert_close(model(x), wanted)
+    learned = Casted(8, 32)
+    learned.offset = nn.Parameter(torch.zeros(1))  # what it adds may come later
+    with pytest.raises(ValueError, match=r"c_fc must be a plain torch.nn.Linear, got .*Casted"):
+        block.c_fc = learned
+
+
 def test_other_layers_that_expand_and_contract_are_left_alone():
     class Bottleneck(nn.Module):
         def __init__(self):
@@ -448,7 +479,8 @@ def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
     block = make_block(8, 16)
 
     class Adapter(nn.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x) * (1.5 if self.training else 1)
 
     with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Adapter"):
         block.up_proj = Adapter(8, 16, bias=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward, check_linear, check_no_hooks, feed_forward_blocks
+from .modules import SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
 from .names import DENSE
 from .plan import Plan, refuse_earlier
 
@@ -269,7 +269,7 @@ def _check_parts(name: str, mlp: Mlp) -> None:
         raise ValueError(f"{name}: {over}, and the sparse block would skip it")
     for part, linear in zip(mlp.names, mlp.linears, strict=True):
         if linear is not None:
-            check_linear(f"{name}.{part}", linear)
+            plain_linear(f"{name}.{part}", linear)
     for part, child in mlp.module.named_children():
         if part not in (*mlp.names, mlp.act) and not _is_idle(child):
             raise ValueError(f"{_named(name, mlp.module)} has {part} ({type(child).__name__}), unlike the sparse block")

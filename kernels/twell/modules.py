@@ -1,5 +1,6 @@
 """The feed-forward block as an nn.Module."""
 
+import copy
 import functools
 import logging
 import math
@@ -51,7 +52,7 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def _weight(linear: nn.Linear) -> Tensor:
-    """The layer's weight. Raises ValueError if the layer has become more than that since `check_linear`; traces see
+    """The layer's weight. Raises ValueError if the layer has become more than that since `plain_linear`; traces see
     its class and forward hooks only. Written out, as small calls on a GPU are bound by the host, and nn.Module's
     attributes are slow."""
     if torch.compiler.is_compiling():
@@ -80,9 +81,14 @@ def _what_it_does(linear: nn.Module) -> str:
     return _DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {type(linear).__module__}.{type(linear).__name__}"
 
 
-def check_linear(name: str, linear: nn.Module) -> None:
-    """Raises ValueError for anything but an unchanged nn.Linear without a bias: a block uses its weight alone."""
+def plain_linear(name: str, linear: nn.Module) -> nn.Linear:
+    """The layer; for a subclass of nn.Linear that only casts its weight, as modded-nanogpt's, an nn.Linear of the same
+    parameter. Raises ValueError for anything but an unchanged layer without a bias: a block uses its weight alone."""
     if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
+        if isinstance(linear, nn.Linear) and _multiplies_alone(linear):
+            plain = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
+            plain.weight = linear.weight
+            return plain.train(linear.training)
         raise ValueError(
             f"{name} must be a plain torch.nn.Linear, got {type(linear).__module__}.{type(linear).__qualname__}: the "
             "sparse block computes with the weight alone, without quantization or adapters. Adapters elsewhere work: "
@@ -100,6 +106,27 @@ def check_linear(name: str, linear: nn.Module) -> None:
     if linear.bias is not None:
         raise ValueError(f"{name} has a bias; the sparse block has none, so this layer cannot be part of one")
     check_no_hooks(name, linear)
+    return linear
+
+
+@torch.no_grad()
+def _multiplies_alone(linear: nn.Linear) -> bool:
+    """Whether a subclass has nothing but a weight and gives its product with x, in training and evaluation: tried on a
+    copy with a random weight."""
+    weight, names = linear.weight, {name for name, value in linear.named_parameters()}
+    hooks = any(getattr(linear, kind) for kind in _HOOKS) or "forward" in vars(linear)
+    if hooks or names != {"weight"} or [*linear.buffers(), *linear.children()] or type(weight) is not nn.Parameter:
+        return False
+    twin, random = copy.copy(linear), torch.Generator().manual_seed(0)
+    twin._parameters = {
+        "weight": nn.Parameter(torch.randn(weight.shape, generator=random).to(weight.dtype)),
+        "bias": None,
+    }
+    x = torch.randn(2, weight.shape[1], generator=random).to(weight.dtype)
+    try:
+        return all(torch.equal(twin.train(mode)(x), F.linear(x, twin.weight)) for mode in (False, True))
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
+        return False
 
 
 class SparseFeedForward(nn.Module):
@@ -176,13 +203,11 @@ class SparseFeedForward(nn.Module):
         """The block around existing linear layers, with their parameters. gate_proj=None: a non-gated block.
 
         names: of the three layers in the state dict, such as (None, "fc1", "fc2") to keep that of an MLP with these.
-        settings: those of the class. Raises ValueError for a layer that is not a plain nn.Linear without a bias, or for
+        settings: those of the class. Raises ValueError for a layer that is more than its weight, or for
         shapes that do not fit together.
         """
-        parts = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-        for name, linear in parts.items():
-            if linear is not None:
-                check_linear(name, linear)
+        given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
+        parts = {name: None if linear is None else plain_linear(name, linear) for name, linear in given.items()}
         intermediate_size, hidden_size = up_proj.weight.shape
         wanted = {"gate_proj": up_proj.weight.shape, "down_proj": (hidden_size, intermediate_size)}
         for name, shape in wanted.items():
@@ -191,7 +216,8 @@ class SparseFeedForward(nn.Module):
                 raise ValueError(f"{name}.weight must have shape {list(shape)} to fit up_proj.weight {up}, got {got}")
         plan = settings.pop("plan", DENSE)
         block = cls(hidden_size, intermediate_size, gate_proj is not None, device="meta", **settings)
-        block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        for name, linear in parts.items():
+            setattr(block, name, linear)
         used = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
         if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*_PARTS}):
             raise ValueError(f"names must differ from each other and from a block's attributes, got {tuple(names)}")
@@ -208,7 +234,7 @@ class SparseFeedForward(nn.Module):
         if name in _PARTS:
             name = self._names[_PARTS.index(name)]
         if name in self._names and isinstance(value, nn.Module):
-            check_linear(name, value)
+            value = plain_linear(name, value)
             if "_growth" in vars(self):  # the last attribute that __init__ sets
                 self._forget_neurons()
         elif is_earlier(name):
