@@ -48,7 +48,7 @@ def test_every_study_is_valid(name, tmp_path):
         "frontier": 22,
         "lengths": 9,
         "demo": 7,
-        "smoke": 7,
+        "smoke": 5,
         "full_shapes": 11,
         "kernels_in_training": 6,
         "gpu": 24 + 18 + 12 + 25 + 11 + 6,

@@ -170,12 +170,12 @@ def score(lm: LM, task: Task, limit: int | None = None) -> TaskScore:
     Raises:
         DataError: a choice is longer than the model's sequence.
     """
-    # Without this task manager, the harness scans thousands of definitions, which takes seconds.
-    manager = TaskManager(include_defaults=False)
-    results = lm_eval.simple_evaluate(
-        lm, tasks=[task], limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
-    )
     name = task.config.task
+    task.set_config(key="num_fewshot", value=0)
+    # simple_evaluate would also run pip and other programs to describe the machine: two seconds a task.
+    results = lm_eval.evaluate(
+        lm, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0, log_samples=False
+    )
     values, items = results["results"][name], results["n-samples"][name]["effective"]
     accuracy, norm = values["acc,none"], values.get("acc_norm,none")
     return TaskScore(
