@@ -67,6 +67,15 @@ def test_a_sparse_model_is_compared_with_the_better_dense_one_at_its_time():
     assert data.set_index("kind")["beyond"]["L1, hot neurons exempt"] == pytest.approx((3.03 / 2.975 - 1) * 100)
 
 
+def test_a_training_that_was_not_timed_has_the_mean_time_of_other_seeds():
+    arms = [arm(loss + 0.1, time, neurons, seed=1) for loss, time, neurons in ((3.0, 99.0, 96), (3.1, 99.0, 48))]
+    untimed = [[row for row in rows if row["op"] == "train"] for rows in arms]
+    data = points(results(*DENSE, *untimed, arm(3.2, 1.0, 24, seed=1)[:2])).set_index("intermediate")
+    assert data["seeds"].to_dict() == {48: 2, 96: 2}
+    assert data["time"].to_dict() == {48: pytest.approx(60), 96: 100}
+    assert data["change"][48] == pytest.approx((0.1 / 3.0 + 0.1 / 3.1) / 2 * 100)
+
+
 def test_seeds_are_compared_with_their_own_dense_models():
     seeds = [arm(3.0 + 0.3 * seed, 10.0, 96, seed) for seed in range(3)]
     seeds += [arm(3.1 + 0.3 * seed, 6.0, 48, seed) for seed in range(3)]

@@ -21,7 +21,8 @@ FEWEST_WIDTHS = 2  # of dense models, for a frontier
 ARM = ["model", "activation", "modification", "l1"]
 TRAINING = [*ARM, "seed", "text", "tokens_trained"]
 SHAPE = ["layers", "hidden", "text", "tokens_trained"]
-MEANS = ["change", "train_change", "time", "blocks", "pruned", "step", "energy", "beyond"]
+TIMES = ["time", "energy", "step", "blocks", "pruned"]
+MEANS = ["change", "train_change", *TIMES, "beyond"]
 
 
 @figure(
@@ -29,7 +30,7 @@ MEANS = ["change", "train_change", "time", "blocks", "pruned", "step", "energy",
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
-    "Every model was timed as it was trained, compiled, each layer dense or sparse as is faster. (b) Blocks alone, "
+    "Models were timed as they were trained, compiled, each layer dense or sparse as is faster. (b) Blocks alone, "
     "added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
@@ -79,7 +80,8 @@ def points(results: Results) -> pd.DataFrame:
 
 
 def _runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each training whose whole model was timed, with its losses and times."""
+    """One line for each training with its losses and times; one that was not timed has the mean times of its arm's
+    other seeds, and is left out where there are none."""
     losses = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy"))
     keys = [*TRAINING, "layers", "hidden", "intermediate"]
     runs = losses.pivot_table(index=keys, columns="metric", values="value").reset_index()
@@ -89,9 +91,11 @@ def _runs(rows: pd.DataFrame) -> pd.DataFrame:
     energy = where(rows, op="model_forward", metric="energy")[[*same, "value"]].rename(columns={"value": "energy"})
     timed = fastest.merge(energy, on=same, how="left").assign(time=lambda line: 1 / line["value"].astype("float64"))
     step = where(rows, op="model_training", metric="throughput").groupby(TRAINING)["value"].max()
-    runs = runs.merge(timed[[*TRAINING, "time", "energy"]], on=TRAINING)
+    runs = runs.merge(timed[[*TRAINING, "time", "energy"]], on=TRAINING, how="left")
     runs = runs.merge((1 / step).rename("step").reset_index(), on=TRAINING, how="left")
-    return runs.merge(_blocks(rows), on=TRAINING, how="left")
+    runs = runs.merge(_blocks(rows), on=TRAINING, how="left")
+    means = runs.groupby([name for name in TRAINING if name != "seed"])[TIMES].transform("mean")
+    return runs.fillna({name: means[name] for name in TIMES}).dropna(subset="time")
 
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
