@@ -420,6 +420,13 @@ def test_down_weights_are_neuron_by_neuron_in_memory(way):
     assert not down.is_inference()
 
 
+def test_weights_that_were_made_contiguous_stay_so():
+    """DeepSpeed's ZeRO moves the model, and then broadcasts the bytes of its weights."""
+    block = SparseFeedForward(16, 40)
+    block.down_proj.weight.data = block.down_proj.weight.data.contiguous()
+    assert block.to(torch.float64).bfloat16().down_proj.weight.is_contiguous()
+
+
 def test_the_layout_is_that_of_gradients_and_of_an_optimizers_state(block):
     optimizer = torch.optim.AdamW(block.parameters(), fused=True)
     block(torch.randn(3, block.up_proj.in_features)).sum().backward()

@@ -300,7 +300,6 @@ class SparseFeedForward(nn.Module):
             device = _place(self.up_proj.weight)
             for name, index in indices.items():
                 self._buffers[name] = None if index is None else index.to(device)
-        _lay_out(self)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
