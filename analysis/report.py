@@ -36,7 +36,7 @@ def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """Values by model, L1, device and tokens (rows), and by metric and form (columns). Forms: dense transformers,
     eager and compiled; fastest (each layer dense or sparse) and papers, the paper's method, both also compiled."""
     rows = choose.made_for_speed(choose.relu_runs(where(rows, op=op)))
-    rows = rows[rows["value"].notna() & rows["l1"].notna()]
+    rows = choose.longest_trained(rows[rows["value"].notna() & rows["l1"].notna()])
     compiled = rows["backend"].str.endswith(schema.COMPILED) & (rows["plan"] != "dense")
     form = rows["plan"].map(SPARSE_FORMS).where(rows["plan"] != "dense", rows["backend"].map(DENSE_FORMS))
     named = rows.assign(form=form + pd.Series("_compiled", rows.index).where(compiled, ""))
@@ -242,16 +242,21 @@ def lengths(results: Results) -> pd.DataFrame:
 
 
 def random_ids(results: Results) -> pd.DataFrame:
-    """Forward of trained models, and of each block, on text and on random token ids: active neurons, and the speed of
-    the fastest sparse plan."""
+    """Forward of trained models that were timed on text and on random token ids: active neurons, of the whole model and
+    of each block, the whole model's speed with the fastest sparse plan, and in FP8 on text, with its error."""
+    by = [*MODEL, "study", "item", "layer"]
+    fp8 = where(results.rows, op="model_forward", metric="time", plan=schema.FP8).groupby(by, dropna=False)
     columns: dict[str, pd.Series] = {}
     for name, ending in (("text", ""), ("random", "_random_ids")):
         rows = where(results.rows, op=(f"model_forward{ending}", f"ffn_forward{ending}"), metric="time")
         rows = choose.made_for_speed(rows[rows["model"].ne("") & rows["value"].notna()])
-        by = rows[rows["plan"].ne("dense")].groupby([*MODEL, "layer"], dropna=False)
-        columns |= {f"{name}_active": by["mean_nnz"].mean(), f"{name}_speed": by["ratio"].max()}
-    table = pd.DataFrame(columns).dropna().reset_index()
-    return table.sort_values([*MODEL, "layer"], na_position="first")
+        sparse = rows[rows["plan"].ne("dense")]
+        whole = sparse[sparse["layer"].isna()]
+        columns[f"{name}_active"] = sparse.groupby(by, dropna=False)["mean_nnz"].mean()
+        columns[f"{name}_speed"] = whole.groupby(by, dropna=False)["ratio"].max()
+    columns |= {schema.FP8: fp8["ratio"].max(), "fp8_error_pct": fp8["check_error"].max() * 100}
+    table = pd.DataFrame(columns).dropna(subset=["text_active", "random_active"]).reset_index()
+    return table.drop(columns=["study", "item"]).sort_values([*MODEL, "layer"], na_position="first")
 
 
 def frontier(results: Results) -> pd.DataFrame:

@@ -138,7 +138,8 @@ class LocalQueue:
                     self._take_gpus(run.item, run.gpus, -1)
                     if (reason := self._why_not_done(run)) is None:
                         done.add(name)
-                        self._count(run.item, State.DONE, f"done in {seconds:.0f} s")
+                        made = f": {run.item.files[0]}" if run.item.kind == "build" else ""
+                        self._count(run.item, State.DONE, f"done in {seconds:.0f} s{made}")
                     else:
                         failed[name] = reason
                         self._count(run.item, State.FAILED, f"failed: {reason}")

@@ -112,20 +112,30 @@ def test_only_marked_blocks_of_a_page_change(tmp_path):
 
 
 def test_random_ids_stand_beside_text_and_in_no_other_table(tmp_path):
-    rows = [*COMPILED]
-    for ending, nonzeros, time in (("", 90.0, 2.0), ("_random_ids", 400.0, 3.0)):
+    rows = [*COMPILED]  # of another item, on text alone
+    for ending, nonzeros, time in (("", 95.0, 2.0), ("_random_ids", 400.0, 3.0)):
         for op in (f"model_forward{ending}", f"ffn_forward{ending}"):
             about = {"mean_nnz": nonzeros, "tokens": 4096, "layer": None if op.startswith("model") else 0}
             dense = {"plan": "dense", "backend": "dense_eager"}
             sparse = {"plan": "twell", "backend": "hopper", "ratio": 3.0 / time}
-            rows.append(row(STUDY, RUN, f"bench{ending}", op, "time", 3.0, **dense, **about))
-            rows.append(row(STUDY, RUN, f"bench{ending}", op, "time", time, **sparse, **about))
+            rows.append(row(STUDY, RUN, "bench", op, "time", 3.0, **dense, **about))
+            rows.append(row(STUDY, RUN, "bench", op, "time", time, **sparse, **about))
+    fp8 = {"plan": "dense_fp8", "backend": "dense_fp8", "ratio": 1.25, "check_error": 0.1, "layer": None}
+    rows.append(row(STUDY, RUN, "bench", "model_forward", "time", 2.4, **about | fp8))
     results = results_of(tmp_path, rows)
     table = report.random_ids(results)
     assert table["layer"].isna().tolist() == [True, False]
-    assert table[["text_active", "random_active"]].to_numpy().tolist() == [[90.0, 400.0]] * 2
-    assert table[["text_speed", "random_speed"]].to_numpy().tolist() == [[1.5, 1.0]] * 2
-    assert report.models(results)["active"].tolist() == [90.0]
+    assert table[["text_active", "random_active"]].to_numpy().tolist() == [[95.0, 400.0]] * 2
+    assert table.loc[table["layer"].isna(), ["text_speed", "random_speed"]].to_numpy().tolist() == [[1.5, 1.0]]
+    assert table.loc[table["layer"].notna(), ["text_speed", "random_speed"]].isna().all(axis=None)
+    assert table[["dense_fp8", "fp8_error_pct"]].dropna().to_numpy().tolist() == [[1.25, pytest.approx(10)]]
+
+
+def test_of_trainings_of_several_lengths_the_longest_counts(tmp_path):
+    shorter, longer = ([line | {"item": f"of_{step}", "step": step} for line in COMPILED] for step in (10, 20))
+    shorter = [line | {"value": line["value"] and 3 * line["value"]} for line in shorter if line["plan"] == "by_layer"]
+    whole = report.models(results_of(tmp_path / "both", [*shorter, *longer]))
+    pd.testing.assert_frame_equal(whole, report.models(results_of(tmp_path / "longer", longer)))
 
 
 def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):

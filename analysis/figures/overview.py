@@ -80,7 +80,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame, models: pd.DataFrame) -> None:
         axes.plot(timed["active"], timed["ratio"], label=name if len(timed) else "", **look | {"linestyle": ""})
     for op, look in looks.items():
         theirs = where(speed, op=op, published=True, wrong=False)
-        label = "one block: published kernels" if op == "ffn_forward" and len(theirs) else ""
+        label = "hollow: published kernels" if op == "ffn_forward" and len(theirs) else ""
         axes.plot(theirs["active"], theirs["ratio"], label=label, **look | style.OPEN)
     style.log_axis(axes.yaxis)
     axes.set_ylim(0.85, speed["ratio"].max() * 1.15)
