@@ -240,6 +240,7 @@ def test_models_on_another_text_are_not_compared(tmp_path, capsys):
     assert "OUTSIDE" not in told
 
 
+@pytest.mark.slow
 def test_the_committed_demo_passes_its_own_check(capsys):
     assert program.main([f"source={FIGURES / 'demo'}"]) == 0
     assert "NO" not in capsys.readouterr().out

@@ -199,7 +199,8 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
     assert block.stats is first
 
 
-@pytest.mark.parametrize("stats", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stats", [False, True])
 def test_a_compiled_model_with_checkpointing(stats):
     torch.manual_seed(0)
     model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), keep_stats=stats).train()

@@ -330,7 +330,10 @@ def test_opcheck(backend, gated, activation, stats):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "relu2"), (False, "relu2")])
+@pytest.mark.parametrize(
+    ("gated", "activation"),
+    [(True, "relu"), *(pytest.param(gated, "relu2", marks=pytest.mark.slow) for gated in (True, False))],
+)
 def test_opcheck_of_the_backward(backend, gated, activation):
     problem = make(gated, torch.float32)
     *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation)
@@ -359,7 +362,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("stats", "dynamic"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("stats", "dynamic"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
 def test_compile_fullgraph(backend, stats, dynamic):
     def loss(x, w_gate, w_up, w_down):
         y, seen = run_ffn(x, w_gate, w_up, w_down, backend=backend, stats=stats)
@@ -377,7 +380,8 @@ def test_compile_fullgraph(backend, stats, dynamic):
             assert relative_error(compiled(*ours), loss(*ours)) < 1e-14
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_compile_with_a_backup_that_changes(dynamic):
     def loss(x, backup, *weights):
         y, stats = run_ffn(x, *weights, backend="reference", capacity=4, backup=backup)

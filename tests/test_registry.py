@@ -23,7 +23,8 @@ assert available_backends("cpu")["{backend}"] is None, available_backends("cpu")
 """
 
 
-@pytest.mark.parametrize("backend", [pytest.param("dense", marks=pytest.mark.slow), "reference"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_a_process_may_begin_with_an_export(backend):
     code = EXPORT.format(backend=backend)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

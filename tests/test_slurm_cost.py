@@ -53,7 +53,17 @@ def test_hours_are_tokens_over_throughput():
 
 @pytest.mark.parametrize(
     "name",
-    ["scaled", "variants", "sizes", "narrow", "kernels_in_training", "full_shapes", "lengths", "frontier", "gpu"],
+    [
+        "scaled",
+        "variants",
+        "sizes",
+        "narrow",
+        "kernels_in_training",
+        "full_shapes",
+        "lengths",
+        "frontier",
+        pytest.param("gpu", marks=pytest.mark.slow),
+    ],
 )
 def test_the_readme_says_what_each_gpu_study_costs(name):
     found = study_costs(name)

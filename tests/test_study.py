@@ -203,7 +203,7 @@ def test_a_study_of_parts_has_their_items_in_its_own_folder(tmp_path):
     graph = study_graph(config)
     check_arguments(graph.items.values())
     kinds = [item.kind for item in graph.items.values()]
-    assert (kinds.count("train"), kinds.count("build"), kinds.count("prepare_data")) == (7 + 6 + 1, 1, 1)
+    assert (kinds.count("train"), kinds.count("build"), kinds.count("prepare_data")) == (5 + 6 + 1, 1, 1)
     assert all("data=path:/text" in item.arguments for item in graph.items.values() if item.kind == "train")
     assert {item.folder.parent for item in graph.items.values()} == {tmp_path / "runs" / "both"}
     assert set(graph.items["build"].needs) == graph.items.keys() - {"build"}

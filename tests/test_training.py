@@ -71,7 +71,14 @@ def assert_close(records, others, tolerance):
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("model.activation=silu",), ("model.activation=relu2",), ("model.gated=false", "sparsity.l1=1e-3")]
+    "options",
+    [
+        ("model.gated=false", "sparsity.l1=1e-3"),
+        *(
+            pytest.param(own, marks=pytest.mark.slow)
+            for own in ((), ("model.activation=silu",), ("model.activation=relu2",))
+        ),
+    ],
 )
 def test_a_run_learns_and_leaves_its_results(make, options):
     config = make("training.steps=60", "run.log_every=3", "run.evaluate_every=30", *options)
@@ -706,13 +713,19 @@ def test_one_process_of_each_machine_checks_the_tokens(make, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: path.unlink(),
-        lambda path: path.write_bytes(path.read_bytes()[:50]),
-        lambda path: path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True)))),
-        lambda path: path.write_bytes(b"{broken\n" + path.read_bytes()),
-        lambda path: path.open("ab").write(path.read_bytes()),
+        pytest.param(lambda path: path.unlink(), id="lost"),
+        *(
+            pytest.param(damage, id=name, marks=pytest.mark.slow)
+            for name, damage in {
+                "cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
+                "shuffled": lambda path: path.write_bytes(
+                    b"".join(reversed(path.read_bytes().splitlines(keepends=True)))
+                ),
+                "damaged": lambda path: path.write_bytes(b"{broken\n" + path.read_bytes()),
+                "longer": lambda path: path.open("ab").write(path.read_bytes()),
+            }.items()
+        ),
     ],
-    ids=["lost", "cut", "shuffled", "damaged", "longer"],
 )
 def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
     whole, stopped = make(*CONTINUED, name="whole"), make(*CONTINUED, "run.max_steps=6")
