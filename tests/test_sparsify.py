@@ -292,7 +292,7 @@ def test_an_mlp_is_known_by_what_it_computes(make, activation, gate):
     assert torch.equal(copy.deepcopy(block)(x), block(x))
     block.up_proj = nn.Linear(8, block.up_proj.out_features, bias=False)
     assert model.state_dict().keys() == names
-    with pytest.raises(ValueError, match=r"must be a plain torch.nn.Linear, got .*Bilinear"):
+    with pytest.raises(ValueError, match=r"must be a plain torch.nn.Linear, .* got .*Bilinear"):
         setattr(other, next(other.named_children())[0], nn.Bilinear(1, 1, 1))
 
 
@@ -321,10 +321,36 @@ def test_layers_that_only_cast_their_weight_become_plain_ones_of_the_same_parame
     assert (block.activation, type(block.c_fc)) == ("relu2", nn.Linear)
     assert {name: id(value) for name, value in model.named_parameters()} == {n: id(v) for n, v in parameters.items()}
     torch.testing.assert_close(model(x), wanted)
-    learned = Casted(8, 32)
-    learned.offset = nn.Parameter(torch.zeros(1))  # what it adds may come later
-    with pytest.raises(ValueError, match=r"c_fc must be a plain torch.nn.Linear, got .*Casted"):
-        block.c_fc = learned
+    with pytest.raises(ValueError, match=r"same dtype, .*torch.bfloat16.*torch.float32: cast them, or .*autocast"):
+        block(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(x.bfloat16()).dtype == torch.bfloat16
+
+
+class WithParameter(Casted):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.offset = nn.Parameter(torch.zeros(1))  # what it adds may come later
+
+
+class NoisyInTraining(Casted):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + 1e-3 * torch.randn_like(y) if x.requires_grad and x.ndim == 3 else y
+
+
+class HalfFrozen(Casted):
+    def forward(self, x):
+        return F.linear(x, 0.5 * self.weight + (0.5 * self.weight).detach())
+
+
+@pytest.mark.parametrize("kind", [WithParameter, NoisyInTraining, HalfFrozen])
+def test_layers_that_give_more_than_a_product_and_its_gradients_are_refused(kind):
+    block, layer = make_block(8, 32), kind(8, 32)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"up_proj must be .* got .*{kind.__name__}.* without quantization, noise or"):
+        block.up_proj = layer
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_other_layers_that_expand_and_contract_are_left_alone():
@@ -408,7 +434,7 @@ def _quantize(model):
             lambda model: nn.utils.parametrize.register_parametrization(
                 model.model.layers[1].mlp.up_proj, "weight", nn.Identity()
             ),
-            "up_proj must be a plain torch.nn.Linear, got .*ParametrizedLinear",
+            "up_proj must be a plain torch.nn.Linear, .* got .*ParametrizedLinear",
         ),
     ],
 )
@@ -471,7 +497,7 @@ def test_from_linears_refuses_what_it_would_skip():
     for names in (("a", "a", "b"), ("a", "b", "plan"), (None, "gate_proj", "down_proj")):
         with pytest.raises(ValueError, match="names must differ from each other and from a block's attributes"):
             SparseFeedForward.from_linears(gate, up, down, names=names)
-    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*LazyLinear"):
+    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, .* got .*LazyLinear"):
         SparseFeedForward.from_linears(gate, nn.LazyLinear(3, bias=False), down)
 
 
@@ -482,7 +508,7 @@ def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
         def forward(self, x):
             return super().forward(x) * (1.5 if self.training else 1)
 
-    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Adapter"):
+    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, .* got .*Adapter"):
         block.up_proj = Adapter(8, 16, bias=False)
     x, plain = torch.randn(2, 8), make_block(8, 16)
     plain.load_state_dict(block.state_dict())

@@ -148,7 +148,9 @@ class Linear4bit(nn.Linear):
 
 def test_quantized_layers_are_refused_at_once():
     block = feed_forward_blocks(tiny())[0]
-    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Linear4bit: .* quantization"):
+    with pytest.raises(
+        ValueError, match=r"up_proj must be a plain torch.nn.Linear, .* got .*Linear4bit: .* quantization"
+    ):
         block.up_proj = Linear4bit(32, 48, bias=False)
 
 

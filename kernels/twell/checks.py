@@ -137,7 +137,8 @@ def _check_shapes(x: Tensor, w_up: Tensor, w_down: Tensor, w_gate: Tensor | None
 def _check_same(what: str, values: dict[str, object]) -> None:
     if len(set(values.values())) > 1:
         got = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise ValueError(f"x and the weights must have the same {what}, got {got}")
+        advice = ": cast them, or call under torch.autocast" if what == "dtype" else ""
+        raise ValueError(f"x and the weights must have the same {what}, got {got}{advice}")
 
 
 def check_l1_weight(weight: Tensor, w_up: Tensor) -> None:

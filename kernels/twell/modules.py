@@ -84,21 +84,22 @@ def _what_it_does(linear: nn.Module) -> str:
 def plain_linear(name: str, linear: nn.Module) -> nn.Linear:
     """The layer; for a subclass of nn.Linear that only casts its weight, as modded-nanogpt's, an nn.Linear of the same
     parameter. Raises ValueError for anything but an unchanged layer without a bias: a block uses its weight alone."""
-    if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
-        if isinstance(linear, nn.Linear) and _multiplies_alone(linear):
-            plain = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
-            plain.weight = linear.weight
-            return plain.train(linear.training)
-        raise ValueError(
-            f"{name} must be a plain torch.nn.Linear, got {type(linear).__module__}.{type(linear).__qualname__}: the "
-            "sparse block computes with the weight alone, without quantization or adapters. Adapters elsewhere work: "
-            'PEFT\'s target_modules without the MLPs\' layers (so not "all-linear"), or modules_to_save=["mlp"]'
-        )
-    weight = linear.weight
+    weight: Any = getattr(linear, "weight", None)
     if is_sharded(weight):
         raise ValueError(
             f"{name}.weight is sharded (a DTensor): make the blocks first, then call fully_shard. Tensor parallelism "
             "of a block is not supported"
+        )
+    if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
+        if isinstance(linear, nn.Linear) and _multiplies_alone(linear):
+            plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            plain.weight = weight
+            return plain.train(linear.training)
+        raise ValueError(
+            f"{name} must be a plain torch.nn.Linear, or give what one gives, got {type(linear).__module__}."
+            f"{type(linear).__qualname__}: the sparse block computes with the weight alone, without quantization, "
+            "noise or adapters. Adapters elsewhere work: PEFT's target_modules without the MLPs' layers (so not "
+            '"all-linear"), or modules_to_save=["mlp"]'
         )
     if type(weight) not in (nn.Parameter, Tensor) or weight.dtype not in DTYPES:
         kind = f"{type(weight).__name__} of {weight.dtype}"
@@ -109,24 +110,35 @@ def plain_linear(name: str, linear: nn.Module) -> nn.Linear:
     return linear
 
 
-@torch.no_grad()
 def _multiplies_alone(linear: nn.Linear) -> bool:
-    """Whether a subclass has nothing but a weight and gives its product with x, in training and evaluation: tried on a
-    copy with a random weight."""
-    weight, names = linear.weight, {name for name, value in linear.named_parameters()}
+    """Whether a subclass has nothing but a weight and gives its product with x, with the product's gradients, in
+    training and evaluation: tried on a copy with a small random weight."""
+    weight, names = linear.weight, {name for name, _ in linear.named_parameters()}
     hooks = any(getattr(linear, kind) for kind in _HOOKS) or "forward" in vars(linear)
     if hooks or names != {"weight"} or [*linear.buffers(), *linear.children()] or type(weight) is not nn.Parameter:
         return False
-    twin, random = copy.copy(linear), torch.Generator().manual_seed(0)
-    twin._parameters = {
-        "weight": nn.Parameter(torch.randn(weight.shape, generator=random).to(weight.dtype)),
-        "bias": None,
-    }
-    x = torch.randn(2, weight.shape[1], generator=random).to(weight.dtype)
-    try:
-        return all(torch.equal(twin.train(mode)(x), F.linear(x, twin.weight)) for mode in (False, True))
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
-        return False
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float32, device="cpu").to(weight.dtype).requires_grad_()
+
+    def results(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        y = call(x)
+        return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    twin = copy.copy(linear)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        w, x = nn.Parameter(normal(*(min(size, 64) for size in weight.shape))), normal(1, 2, min(weight.shape[1], 64))
+        twin._parameters = {"weight": w, "bias": None}
+        wanted = results(lambda x: F.linear(x, w))
+        try:
+            return all(
+                torch.equal(theirs, ours)
+                for mode in (False, True)
+                for theirs, ours in zip(results(twin.train(mode)), wanted, strict=True)
+            )
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
+            return False
 
 
 class SparseFeedForward(nn.Module):
@@ -155,6 +167,7 @@ class SparseFeedForward(nn.Module):
     _hot: Tensor | None
     _order: Tensor | None
     _l1_weight: Tensor | None
+    _contiguous = False  # whether the down weights were made so before load_state_dict
 
     def __init__(
         self,
@@ -187,7 +200,8 @@ class SparseFeedForward(nn.Module):
         self.plan = plan
         self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
-        self.register_load_state_dict_post_hook(_lay_out)
+        self.register_load_state_dict_pre_hook(_note_layout)
+        self.register_load_state_dict_post_hook(_lay_out_as_before)
         self._growth = CapacityGrowth()
 
     @classmethod
@@ -356,6 +370,17 @@ def _lay_out(block: SparseFeedForward, *_: Any) -> None:
     if type(weight) is nn.Parameter:
         with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
             weight.data = neuron_major(weight.data)
+
+
+def _note_layout(block: SparseFeedForward, *_: Any) -> None:
+    weight = block.down_proj.weight
+    block._contiguous = weight.is_contiguous() and not weight.t().is_contiguous()
+
+
+def _lay_out_as_before(block: SparseFeedForward, *_: Any) -> None:
+    """After load_state_dict, which may have assigned weights in another layout; contiguous ones stay so."""
+    if not block._contiguous:
+        _lay_out(block)
 
 
 def _place(weight: Tensor) -> torch.device:

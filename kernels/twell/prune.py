@@ -130,11 +130,13 @@ def _check_own_weights(model: nn.Module, blocks: list[SparseFeedForward]) -> Non
         for weight in _weights(block):
             if weight is None:
                 continue
-            if type(weight) is not nn.Parameter or uses[id(weight)] > 1 or weight.grad is not None:
-                raise ValueError(
-                    f"{names[block]} has weights that are no plain parameters, have gradients, or belong to another "
-                    "module too: they cannot be made smaller"
-                )
+            reasons = {
+                "are no plain parameters": type(weight) is not nn.Parameter,
+                "belong to another module too": uses[id(weight)] > 1,
+                "have gradients (set them to None first)": weight.grad is not None,
+            }
+            if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+                raise ValueError(f"{names[block]} has weights that cannot be made smaller: they {reason}")
 
 
 def _kept(fired: Tensor, width: int) -> Tensor:
