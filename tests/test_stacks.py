@@ -1,6 +1,7 @@
 """The block inside other people's stacks: what runs is counted, and what would run something else is refused."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -154,9 +155,12 @@ def test_quantized_layers_are_refused_at_once():
         block.up_proj = Linear4bit(32, 48, bias=False)
 
 
-def test_what_other_engines_compute_is_said(caplog):
-    assert tiny().config.hidden_act == "relu"
+def test_what_other_engines_compute_is_said(caplog, tmp_path):
+    model = tiny()
+    assert model.config.hidden_act == "relu"
     assert "llama.cpp" in caplog.text
+    model.save_pretrained(tmp_path)
+    assert "llama.cpp" in json.loads((tmp_path / "config.json").read_text())["activation_note"]
     caplog.clear()
     plain = LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu"))
     sparsify(plain)

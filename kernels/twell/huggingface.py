@@ -419,6 +419,7 @@ def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Modu
         for setting in _settings(config):
             setattr(config, setting, activation)
     _check_rebuilt(root, before, _rebuilt(root, copies), {name: mlp for name, (_, mlp) in wanted.items()})
+    copies.config_of(root).activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
 
 
 def _settings(config: Any) -> dict[str, str]:
