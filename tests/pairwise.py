@@ -19,3 +19,8 @@ def pairwise(**values: list[Any]) -> pytest.MarkDecorator:
         missing -= pairs(case)
         chosen.append(tuple(value for _, value in case))
     return pytest.mark.parametrize(tuple(values), chosen, ids=str)
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters of the slow tests alone."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -187,7 +187,7 @@ def test_nothing_in_a_value_is_resolved(tmp_path, monkeypatch):
         (b"inner: {kind: a, kind: b}", "'kind' comes twice"),
         (b"\xff\xfe\xff", "cannot be read"),
         (b"inner: !!python/object/apply:os.getpid []", "could not determine a constructor"),
-        (b"[" * 1000, "it is nested too deeply"),
+        (b"[" * 5000, "it is nested too deeply"),
         (b"inner: {sizes: !!int x}", "cannot be read"),
         (b'inner: {kind: "a\\0b"}', "inner.kind .* must be text.*no text here has a NUL"),
         (b'inner: {kind: "\\ud800"}', "not valid Unicode"),

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from lm_eval.api.model import LM
+from pairwise import slow
 from tiny_run import make_run
 
 from experiments import evaluate, export
@@ -227,9 +228,7 @@ def documents_read(root):
     return [sum(json.loads(path.read_text())["documents"].values()) for path in root.glob("tokens/*/header.json")]
 
 
-@pytest.mark.parametrize(
-    "kind", ["hub", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("path", "exported"))]
-)
+@pytest.mark.parametrize("kind", ["hub", *slow("path", "exported")])
 def test_of_another_data_set_of_the_hub_only_what_is_needed_is_read(tmp_path, hub, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)  # a model that was not trained here has its cache in the working directory
     run = make_run(tmp_path, "relu", "data.max_tokens=" + ("10000000000" if kind == "hub" else "null"))

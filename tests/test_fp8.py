@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import slow
 
 from experiments.bench import fp8
 from experiments.bench.decoder import Decoder, decoder_alternatives
@@ -16,7 +17,7 @@ from twell.testing import make_problem
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gated", [True, *slow(False)])
 def test_the_block_is_timed_with_its_error_and_is_no_baseline(gated):
     problem = make_problem(48, 32, 64, 8.0, gated=gated, seed=3)
     exact, rounded = alternatives(problem, ["dense_eager", FP8], [])
@@ -53,7 +54,7 @@ def test_a_wrong_scale_is_no_rounding(monkeypatch):
         alternatives(problem, [FP8], [])
 
 
-@pytest.mark.parametrize("activation", ["relu", pytest.param("silu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("activation", ["relu", *slow("silu")])
 def test_a_whole_decoder(activation):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "max_positions": 32, "layers": 2}

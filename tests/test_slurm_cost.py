@@ -1,6 +1,7 @@
 """The estimated cost of a study."""
 
 import pytest
+from pairwise import slow
 
 from experiments.models.llama import build_model
 from experiments.run.config import parse
@@ -62,7 +63,7 @@ def test_hours_are_tokens_over_throughput():
         "full_shapes",
         "lengths",
         "frontier",
-        pytest.param("gpu", marks=pytest.mark.slow),
+        *slow("gpu"),
     ],
 )
 def test_the_readme_says_what_each_gpu_study_costs(name):

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from pairwise import slow
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
 from tiny_run import with_values
@@ -74,10 +75,7 @@ def assert_close(records, others, tolerance):
     "options",
     [
         ("model.gated=false", "sparsity.l1=1e-3"),
-        *(
-            pytest.param(own, marks=pytest.mark.slow)
-            for own in ((), ("model.activation=silu",), ("model.activation=relu2",))
-        ),
+        *slow((), ("model.activation=silu",), ("model.activation=relu2",)),
     ],
 )
 def test_a_run_learns_and_leaves_its_results(make, options):
@@ -710,29 +708,22 @@ def test_one_process_of_each_machine_checks_the_tokens(make, monkeypatch, tmp_pa
         train._prepare_text(config, group)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda path: path.unlink(), id="lost"),
-        *(
-            pytest.param(damage, id=name, marks=pytest.mark.slow)
-            for name, damage in {
-                "cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
-                "shuffled": lambda path: path.write_bytes(
-                    b"".join(reversed(path.read_bytes().splitlines(keepends=True)))
-                ),
-                "damaged": lambda path: path.write_bytes(b"{broken\n" + path.read_bytes()),
-                "longer": lambda path: path.open("ab").write(path.read_bytes()),
-            }.items()
-        ),
-    ],
-)
+DAMAGES = {
+    "lost": lambda path: path.unlink(),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "shuffled": lambda path: path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True)))),
+    "damaged": lambda path: path.write_bytes(b"{broken\n" + path.read_bytes()),
+    "longer": lambda path: path.open("ab").write(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", ["lost", *slow("cut", "shuffled", "damaged", "longer")])
 def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
     whole, stopped = make(*CONTINUED, name="whole"), make(*CONTINUED, "run.max_steps=6")
     with pytest.raises(Stopped):
         run(stopped)
     for name in ("metrics.jsonl", firing.FILE):
-        damage(stopped.run.folder / name)
+        DAMAGES[damage](stopped.run.folder / name)
     continued = make(*CONTINUED)
     run(whole)
     run(continued)

@@ -30,8 +30,8 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
-    "Models were timed as they were trained, compiled, each layer dense or sparse as is faster. (b) Blocks alone, "
-    "added up; open: without the neurons that stayed silent.",
+    "Timed as trained, compiled, each layer dense or sparse as is faster; a seed that was not timed counts with the "
+    "time of its arm's others. (b) Blocks alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
     """Held-out cross-entropy against (a) the measured time of the whole model's forward pass, (b) that of its blocks,

@@ -135,12 +135,13 @@ class BlockPlans:
         `loss_model` takes it; rates: the firing rates of each layer, the same in all processes."""
         due, blocks = self.due(nonzeros), self._sparse_blocks()
         now = [max(mean, 1.0) for mean in nonzeros]
-        moved = [
-            layer
-            for layer, (block, before) in enumerate(zip(blocks, self._fitted, strict=bool(blocks)))
-            if block.plan.backend != DENSE and not (before and before / FITS < now[layer] < before * FITS)
-        ]
-        if follow := [layer for layer in moved if layer not in due]:
+
+        def fits(layer: int) -> bool:
+            before = self._fitted[layer]
+            return before is not None and before / FITS < now[layer] < before * FITS
+
+        sparse = [layer for layer, block in enumerate(blocks) if block.plan.backend != DENSE and layer not in due]
+        if follow := [layer for layer in sparse if not fits(layer)]:
             rates_LN = rates() if self._config.hot_neurons else None
             for layer in follow:
                 self._fit(blocks[layer], nonzeros[layer], None if rates_LN is None else rates_LN[layer])

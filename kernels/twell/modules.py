@@ -167,7 +167,6 @@ class SparseFeedForward(nn.Module):
     _hot: Tensor | None
     _order: Tensor | None
     _l1_weight: Tensor | None
-    _contiguous = False  # whether the down weights were made so before load_state_dict
 
     def __init__(
         self,
@@ -200,8 +199,7 @@ class SparseFeedForward(nn.Module):
         self.plan = plan
         self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
-        self.register_load_state_dict_pre_hook(_note_layout)
-        self.register_load_state_dict_post_hook(_lay_out_as_before)
+        self.register_load_state_dict_pre_hook(_lay_out_loaded)
         self._growth = CapacityGrowth()
 
     @classmethod
@@ -364,7 +362,7 @@ class SparseFeedForward(nn.Module):
         return f"{activation}plan={str(self._plan)!r}, keep_stats={self.keep_stats}"
 
 
-def _lay_out(block: SparseFeedForward, *_: Any) -> None:
+def _lay_out(block: SparseFeedForward) -> None:
     """Store the down weights neuron by neuron, in place, unless they are sharded or parametrized."""
     weight = block.down_proj.weight
     if type(weight) is nn.Parameter:
@@ -372,15 +370,15 @@ def _lay_out(block: SparseFeedForward, *_: Any) -> None:
             weight.data = neuron_major(weight.data)
 
 
-def _note_layout(block: SparseFeedForward, *_: Any) -> None:
-    weight = block.down_proj.weight
-    block._contiguous = weight.is_contiguous() and not weight.t().is_contiguous()
-
-
-def _lay_out_as_before(block: SparseFeedForward, *_: Any) -> None:
-    """After load_state_dict, which may have assigned weights in another layout; contiguous ones stay so."""
-    if not block._contiguous:
-        _lay_out(block)
+def _lay_out_loaded(
+    block: SparseFeedForward, state: dict[str, Tensor], prefix: str, how: dict[str, Any], *_: Any
+) -> None:
+    """Before load_state_dict(assign=True): lay the new down weights out as the present ones are."""
+    name, present = f"{prefix}{block._names[2]}.weight", block.down_proj.weight
+    loaded = state.get(name) if how.get("assign_to_params_buffers") and type(present) is nn.Parameter else None
+    if loaded is not None and loaded.shape == present.shape and present.t().is_contiguous():
+        with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+            state[name] = neuron_major(loaded.detach())
 
 
 def _place(weight: Tensor) -> torch.device:

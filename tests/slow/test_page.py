@@ -191,9 +191,8 @@ def test_pictures_have_their_sizes_so_that_links_land(checked):
         assert (int(image["width"]), int(image["height"])) == Image.open(io.BytesIO(png)).size
 
 
-def test_the_page_is_written_last(built, committed):
+def test_the_page_is_written_last(built, folder):
     assert built[1][-1].name == "index.html"
-    folder = committed
     others = [path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "index.html"]
     assert (folder / "index.html").stat().st_mtime_ns >= max(others)
 
@@ -248,7 +247,7 @@ SOME = ("1", "2", "4", "6")  # figures: of all sources, of the one, of the other
 
 
 @pytest.fixture(scope="module")
-def committed(study, tmp_path_factory):
+def folder(study, tmp_path_factory):
     """The folder of two sources. That building again changes nothing: test_documentation.py."""
     root = tmp_path_factory.mktemp("repository")
     folder = root / "paper_figures"
@@ -264,8 +263,7 @@ def committed(study, tmp_path_factory):
     return folder
 
 
-def test_one_page_of_all_sources(committed):
-    folder = committed
+def test_one_page_of_all_sources(folder):
     assert {path.name for path in folder.iterdir()} == {
         "demo", "h200", "index.html", "README.md", "claims.md", "COLUMNS.md", "EVALUATION.md"
     }  # fmt: skip
@@ -286,15 +284,13 @@ def test_one_page_of_all_sources(committed):
     assert "needs a GPU" not in (folder / "h200" / "table1_scales.md").read_text()
 
 
-def test_a_name_in_rows_is_no_tag_of_a_page(committed):
-    folder = committed
+def test_a_name_in_rows_is_no_tag_of_a_page(folder):
     pages = {path: path.read_text() for path in folder.parent.rglob("*.md")}
     assert sum("A GPU&lt;script>" in text for text in pages.values()) > 3
     assert [path for path, text in pages.items() if "<script" in text] == []
 
 
-def test_claims_link_to_pictures_that_exist(committed):
-    folder = committed
+def test_claims_link_to_pictures_that_exist(folder):
     text = re.sub(r"claims\.md#[\w-]+", "claims.md", (folder / "README.md").read_text())
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len([link for link in links if link.endswith(".png")]) == len(SOME) + 1
