@@ -6,8 +6,9 @@ import pytest
 import torch
 from calls import change, make_block, run_ffn
 
-from twell import hot_split, registry
+from twell import hot_split, memory, registry
 from twell.hot import hot_neurons
+from twell.interface import HotSteps
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -170,3 +171,26 @@ def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
     assert len(calls) == 1
     with pytest.raises(ValueError, match="32 neurons, got 33"):
         run_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot=33, stats=False)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hot", [torch.tensor([1, 5, 30]), 6], ids=["index", "prefix"])
+def test_products_for_y_alone_come_in_pieces(hot, gated, monkeypatch):
+    tokens = []
+
+    def activate(pre, *others):
+        tokens.append(len(pre))
+        return hot_split.activate(pre, *others)
+
+    steps = HotSteps(activate, hot_split.derive, hot_split.gather, hot_split.scatter)
+    backend = dataclasses.replace(registry.get("reference"), hot=steps)
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    monkeypatch.setattr(memory, "PIECE", 14)
+    problem = make(gated)
+    for stats, pieces in ((False, [14, 14, 2]), (True, [30])):
+        y, _ = run_ffn(*problem, backend="reference", hot=hot, stats=stats)
+        torch.testing.assert_close(y, plain_ffn(*problem)[0])
+        assert tokens == pieces
+        tokens.clear()
+    run_ffn(*(t if t is None else t.requires_grad_() for t in problem), backend="reference", hot=hot, stats=False)
+    assert tokens == [30]

@@ -9,10 +9,10 @@ import torch
 from calls import run_ffn
 from torch.func import vmap
 
-from twell import registry
+from twell import launch_cache, memory, registry
 from twell.backends import hopper
 from twell.hopper import driver, few, hot_steps, inference, params
-from twell.interface import Request, Weights
+from twell.interface import Options, Request, Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.testing import make_problem, plain_ffn
 
@@ -145,6 +145,14 @@ def test_nothing_is_prepared_for_a_copy_of_x(repeats, problem):
     assert repeats["prepared"] == 0
 
 
+def test_a_call_in_pieces_is_not_prepared(repeats, problem, monkeypatch):
+    for piece, prepared in ((5, 0), (6, 1)):
+        monkeypatch.setattr(launch_cache, "PIECE", piece)
+        for _ in range(2):
+            call(problem)
+        assert repeats == {"prepared": prepared, "called": prepared}
+
+
 def test_no_tensor_is_held(repeats):
     problem = make_problem(6, 16, 40, 8, dtype=torch.float32)
     call(problem)
@@ -222,6 +230,22 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, square
     assert second[1][1]["SQUARED"] == squared
     for one, other in zip(first, second, strict=True):
         assert _relative(one, workspaces[0], y) == _relative(other, workspaces[-1], again)
+
+
+@pytest.mark.parametrize("tokens", [256, 300])
+def test_pieces_write_their_rows_of_y(launched, monkeypatch, tokens):
+    monkeypatch.setattr(memory, "PIECE", 128)
+    p = make_problem(tokens, 64, 776, 8, dtype=torch.bfloat16)
+    given = p.x, Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
+    y = hopper.BACKEND.forward(*given, Options(stats=False, training=False)).y
+    downs = [params.GatedDownParams(*one[4:]) for one in launched if one[0] == "gated_down"]
+    starts = range(0, tokens, 128)
+    assert [down.M for down in downs] == [min(128, tokens - start) for start in starts]
+    for matrix, name in ((p.x, "x"), (y, "y")):
+        assert [getattr(down, name) for down in downs] == [matrix[start].data_ptr() for start in starts]
+    launched.clear()
+    hopper.BACKEND.forward(*given, Options(stats=True, training=False))
+    assert [params.GatedDownParams(*one[4:]).M for one in launched if one[0] == "gated_down"] == [tokens]
 
 
 @pytest.mark.parametrize("gated", [True, False])

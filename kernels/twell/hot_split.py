@@ -4,13 +4,14 @@ The result is exact for any choice of neurons; `hot.py` chooses them. Shapes: M 
 neurons.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .interface import RELU2, Backend, Forward, Gradients, HotRows, HotSteps, Needs, Options, Weights
+from .memory import in_pieces
 
 
 def gather(weights: Weights, hot: Tensor, cold: bool) -> HotRows:
@@ -117,10 +118,23 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
         rest = backend.forward(x, _silenced(weights, hot), options)
     else:
         rest = backend.forward(x, weights, options, own.cold)
-    pre = F.linear(x, own.inner)
     l1_weight_H = None if weights.l1 is None else weights.l1[hot]
-    h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation, l1_weight_H)
-    return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
+
+    def add(x: Tensor, rest: Forward) -> Forward:
+        pre = F.linear(x, own.inner)
+        h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation, l1_weight_H)
+        return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
+
+    return _in_pieces(add, x, rest)
+
+
+def _in_pieces(add: Callable[[Tensor, Forward], Forward], x: Tensor, rest: Forward) -> Forward:
+    """add(x, rest), which adds to y in place. For y alone in pieces: hot neurons' products are in memory for one."""
+    if rest.nonzeros is not None or rest.saved:
+        return add(x, rest)
+    for piece, y in in_pieces(x, rest.y):
+        add(piece, rest._replace(y=y))
+    return rest
 
 
 def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
@@ -131,15 +145,19 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
     """
     gated = hot.gate is not None
     inner = [w for w in (hot.gate, hot.up) if w is not None]
-    if steps is None:
-        pre = torch.cat([F.linear(x, w) for w in inner], 1)
-    else:
-        pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
-        for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
-            torch.mm(x, w.t(), out=out)
     neurons = torch.arange(hot.up.shape[0], device=x.device)
-    h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
-    return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
+
+    def add(x: Tensor, rest: Forward) -> Forward:
+        if steps is None:
+            pre = torch.cat([F.linear(x, w) for w in inner], 1)
+        else:
+            pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
+            for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
+                torch.mm(x, w.t(), out=out)
+        h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
+        return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
+
+    return add(x, rest) if steps is None else _in_pieces(add, x, rest)
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import registry
 from .checks import is_inference
 from .interface import Weights
+from .memory import PIECE
 
 
 class PreparedCall(NamedTuple):
@@ -75,7 +76,7 @@ def _identity(tensor: Tensor) -> tuple:
 def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weights) -> None:
     """Prepare this call for its next repetition, if the backend can. The operands are checked and match the key."""
     make = registry.get(backend).prepare
-    if make is None or not x.numel() or not x.is_contiguous():
-        return
+    if make is None or not x.numel() or not x.is_contiguous() or x.numel() > PIECE * x.shape[-1]:
+        return  # the last: a call in pieces takes longer on the device than on the host
     if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
         LAUNCHES.put(key, PreparedCall(run, backend))

@@ -1,7 +1,9 @@
-"""The layout of weights in memory. Shapes: K hidden, N intermediate."""
+"""The layout of weights in memory, and calls in pieces. Shapes: M tokens, K hidden, N intermediate."""
 
 import torch
 from torch import Tensor
+
+PIECE = 32768  # tokens that a forward for y alone takes at a time: enough to fill a GPU, and all that need workspace
 
 
 def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,3 +39,10 @@ def in_rows(matrix: Tensor) -> Tensor:
     if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and is_aligned(matrix):
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def in_pieces(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The rows of both [M, K], `PIECE` tokens at a time; views."""
+    if x.shape[0] <= PIECE:  # saves the time on the host
+        return [(x, y)]
+    return list(zip(x.split(PIECE), y.split(PIECE), strict=True))

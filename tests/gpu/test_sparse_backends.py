@@ -13,7 +13,7 @@ from pairwise import pairwise
 
 from twell import autotune, registry
 from twell.launch_cache import LAUNCHES, PreparedCall
-from twell.memory import neuron_major
+from twell.memory import PIECE, neuron_major
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
 from twell.tuning import Form
@@ -171,6 +171,37 @@ def test_a_prefix_copies_no_weights_and_runs_in_a_graph(ffn):
     p.x.copy_(problem(300, 2048, 5632, seed=5).x)
     graph.replay()
     assert torch.equal(ours, ffn(*p, hot=256, stats=False)[0])
+
+
+PLANS_WITH_HOT = [{}, {"hot": torch.arange(1, 513, 2)}, {"hot": 256}]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("plan", PLANS_WITH_HOT, ids=["none", "index", "prefix"])
+def test_pieces_of_y_alone(ffn, plan, gated):
+    p = problem(2 * PIECE + 77, gated=gated)
+    p = p._replace(w_down=neuron_major(p.w_down))
+    run = partial(ffn, **plan)
+    y = run(*p, stats=False)[0]
+    assert torch.equal(run(*p, stats=False)[0], y)
+    assert torch.equal(y, torch.cat([run(x, *p[1:], stats=False)[0] for x in p.x.split(PIECE)]))
+    assert relative_error(y, plain_ffn(*p)[0]) < 0.02
+    p.x[PIECE, 3] = float("nan")
+    assert run(*p, stats=False)[0].isnan().any(1).nonzero().tolist() == [[PIECE]]
+
+
+@torch.no_grad()
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("plan", PLANS_WITH_HOT, ids=["none", "index", "prefix"])
+def test_memory_of_many_tokens(ffn, plan):
+    p = problem(131072, 2048, 5632, 30.0)
+    p = p._replace(w_down=neuron_major(p.w_down))
+    ffn(*p, stats=False, **plan)  # what stays, as the workspace of torch's products
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = ffn(*p, stats=False, **plan)[0]
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + 4000 * len(y)
 
 
 def test_blocks_in_the_order_that_autotune_chose(backend):

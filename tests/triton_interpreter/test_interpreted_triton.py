@@ -12,7 +12,7 @@ from calls import make_block, run_ffn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, ops, registry
+from twell import Plan, memory, ops, registry
 from twell.gpu import saved_csr
 from twell.interface import Options, Weights
 from twell.memory import neuron_major
@@ -147,6 +147,29 @@ def test_a_prefix_of_hot_neurons(gated, activation):
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hot", [None, torch.tensor([3, 4, 17, 40]), 13], ids=["none", "index", "prefix"])
+def test_pieces_of_y_alone(hot, gated, monkeypatch):
+    from twell.triton.inference import PackedGate
+
+    packed, empty = [], PackedGate.empty
+    monkeypatch.setattr(PackedGate, "empty", lambda x, *others: packed.append(len(x)) or empty(x, *others))
+    problem = make_problem(8, 48, 50, 8.0, gated=gated)
+    problem = problem._replace(w_down=neuron_major(problem.w_down))
+    run = functools.partial(run_ffn, backend="triton", **({} if hot is None else {"hot": hot}))
+    alone = [run(x, *problem[1:], stats=False)[0] for x in problem.x.split(3)]
+    packed.clear()
+    monkeypatch.setattr(memory, "PIECE", 3)
+    y, _ = run(*problem, stats=False)
+    assert packed == [3, 3, 2]
+    assert torch.equal(y, torch.cat(alone))
+    run(*problem)
+    assert packed == [3, 3, 2, 8]
+    problem.x[4, 3] = float("nan")
+    assert torch.equal(run(*problem, stats=False)[0].isnan(), plain_ffn(*problem)[0].isnan())
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from ..hopper import few, hot_steps, inference
 from ..hopper.backward import backward
 from ..hopper.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
+from ..memory import PIECE
 from .probe import launch
 
 _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
-_MOST_TOKENS = 2**20  # of a call whose kernels are loaded ahead: more tokens have the same
 
 _FEW = adapter.FewTokens(few.takes, few.forward)
 _KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW)
@@ -54,7 +54,7 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
     count, switches = inference.sm_count(index), inference.Switches(request.gated, squared)
     hot = ("hot_forward", index, request.gated, squared, False, False)
     loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
-    for tokens in (2**i for i in range(_MOST_TOKENS.bit_length())):
+    for tokens in (2**i for i in range(PIECE.bit_length())):
         if few.takes(tokens, hidden):
             kind = few.kind(tokens)
             loads["few", index, hidden, neurons, switches, kind] = partial(

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..interface import RELU2, Cold, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
-from ..memory import aligned, is_aligned
+from ..memory import aligned, in_pieces, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
-
-Statistics = tuple[Tensor, Tensor, Tensor]
 
 
 class PackedGate(Protocol):
@@ -51,15 +49,15 @@ class Kernels(NamedTuple):
 
     gate_pack(x, weights, stats=) -> PackedGate, with `overflow` if `stats`. Also with cold=, if the backend can leave
         neurons out.
-    gated_down(packed, x, weights, stats=, save=, squared=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
-        `stats`).
+    gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
+        `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
 
     squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
 
     gate_pack: Callable[..., Any]
-    gated_down: Callable[..., tuple[Tensor, Statistics | None]]
+    gated_down: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., Gradients]
     few: FewTokens | None = None
 
@@ -84,17 +82,22 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         kernels = load()
         with on_device_of(x):
             weights = _in_memory(weights)
-            alone = cold is None and not (stats or training)
-            if alone and kernels.few is not None and kernels.few.takes(*x.shape):
+            alone = not (stats or training)
+            if alone and cold is None and kernels.few is not None and kernels.few.takes(*x.shape):
                 y_MK = kernels.few.forward(x, weights, squared=squared)
                 return Forward(y_MK, None, None, None, None)
             left = {} if cold is None else {"cold": cold}
+            if alone:
+                y_MK = x.new_empty(x.shape)
+                for piece, out in in_pieces(x, y_MK):  # no name for a packed gate, which would outlive its piece
+                    kernels.gated_down(
+                        kernels.gate_pack(piece, weights, stats=False, **left), piece, weights, squared=squared, out=out
+                    )
+                return Forward(y_MK, None, None, None, None)
             packed = kernels.gate_pack(x, weights, stats=stats, **left)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
-            y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr, squared=squared)
-            if counts is None:
-                return Forward(y_MK, None, None, None, None)
+            y_MK, counts = kernels.gated_down(packed, x, weights, stats=True, save=csr, squared=squared)
             nonzeros_M, l1_M, fired_N = counts
             if backup is not None and backup_nonzeros is not None:
                 fired_N = dense_backup.forward(

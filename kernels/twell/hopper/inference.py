@@ -199,18 +199,19 @@ def gated_down(
     save: SavedCSR | None = None,
     squared: bool = False,
     parts: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up). squared: g^2 in place of g.
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs.
+    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     switches = Switches(weights.gate is not None, squared, stats, save is not None, weights.l1 is not None)
     plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, switches)
     x = in_rows(x)
-    y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if out is None else out
     counts, counts_at = None, _NOWHERE
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))

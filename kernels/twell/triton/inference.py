@@ -202,17 +202,18 @@ def gated_down(
     save: SavedCSR | None = None,
     squared: bool = False,
     config: TokenConfig | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up). squared: g^2 for g.
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs.
+    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
     """
     (tokens, hidden), here = x.shape, device(x.device)
     config = config or token_config(tokens, hidden, here.sm_count)
     x = in_rows(x)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = x.new_empty(x.shape) if out is None else out
     counts = None
     if stats:
         fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
