@@ -91,6 +91,16 @@ def test_without_several_dense_widths_there_is_no_frontier():
     assert report.frontier(one).empty
 
 
+def test_each_size_has_its_own_frontier():
+    larger = {"hidden": 128, "layers": 4}
+    others = [arm(2.8, 20.0, 192, **larger, model="large-ffn192"), arm(2.9, 10.0, 96, **larger, model="large-ffn96")]
+    data = points(results(*DENSE, *others, arm(2.87, 15.0, 192, model="large", **larger, **SPARSE)))
+    assert data["scale"].tolist() == ["tiny", "tiny", "large", "large", "large"]
+    sparse = data.set_index("kind").loc["L1, hot neurons exempt"]
+    assert (sparse["time"], sparse["change"]) == (pytest.approx(75), pytest.approx(2.5))
+    assert sparse["beyond"] == pytest.approx((2.87 / 2.85 - 1) * 100)
+
+
 def test_the_table_has_the_points_of_the_figure():
     measured = results(*DENSE, arm(3.03, 8.0, 96, blocks=4.0, pruned=2.0, **SPARSE))
     drawn, table = frontier(measured), report.frontier(measured)
