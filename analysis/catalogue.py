@@ -86,6 +86,12 @@ OVERVIEW: tuple[Spec, ...] = (
         report.frontier,
     ),
     Spec(
+        "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model",
+        "The neurons that hot-exempt L1 leaves active, and those of the dense ReLU model with the same cross-entropy, "
+        "interpolated between widths.",
+        report.sizes,
+    ),
+    Spec(
         "lengths", "The same L1 after shorter and longer trainings",
         "Held-out cross-entropy, non-zeros and dead neurons.",
         report.lengths,

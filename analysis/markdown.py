@@ -199,11 +199,11 @@ def _at_equal_time(results: Results) -> str:
         kind: render.span(points["beyond"], lambda value: render.signed(value, 1))
         for kind, points in compared.groupby("kind", sort=False)
     }
-    seeds = int(compared["seeds"].min())
+    sizes = " and ".join(size.upper() for size in compared["scale"].unique())
+    seeds = f"{render.span(compared['seeds'], '{:.0f}'.format)} seed{'s' if compared['seeds'].max() > 1 else ''}"
     return (
-        f" At {choose.scale(compared['model'].iloc[0]).upper()}, against smaller dense models at equal time: "
-        f"{'; '.join(f'{change} with {kind}' for kind, change in changes.items())} "
-        f"({f'{seeds} seeds' if seeds > 1 else 'one seed'})."
+        f" At {sizes}, against smaller dense models at equal time: "
+        f"{'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
     )
 
 

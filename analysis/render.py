@@ -76,6 +76,7 @@ COLUMNS: dict[str, Column] = {
     "eager_ratio": Column("speed over uncompiled dense", significant=3),
     "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),
     "active_pct": Column("active (% of N)", 2),
+    "same_loss_pct": Column("dense neurons at equal loss (% of N)", 1),
     "dead_pct": Column("dead (% of N)", 1),
     "forward_ratio": Column("forward speed over dense", 2),
     "training_ratio": Column("training speed over dense", 2),

@@ -5,16 +5,20 @@ Every ratio compares two measurements of one run; above 1, the first is faster.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
 from analysis import choose, schema
 from analysis.choose import where
 from analysis.figures.drawn import NotMeasured
+from analysis.figures.frontier import DENSE, KINDS
 from analysis.figures.frontier import points as frontier_points
 from analysis.figures.kernels_in_training import sparse_over_dense
+from analysis.figures.narrow import DENSE as FEWER
 from analysis.figures.narrow import points
 from analysis.gains import published
 from analysis.load import Results
@@ -262,10 +266,10 @@ def random_ids(results: Results) -> pd.DataFrame:
 def frontier(results: Results) -> pd.DataFrame:
     """The points of figure J: ways to train a model, each trained and timed."""
     columns = {
-        "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds", "change": "loss_change_pct",
-        "train_change": "train_loss_change_pct", "time": "forward_pct", "energy": "run_energy_pct",
-        "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct", "beyond": "beyond_dense_pct",
-        "beyond_ci95": "beyond_dense_pct_ci95",
+        "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
+        "change": "loss_change_pct", "train_change": "train_loss_change_pct", "time": "forward_pct",
+        "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
+        "beyond": "beyond_dense_pct", "beyond_ci95": "beyond_dense_pct_ci95",
     }  # fmt: skip
     return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
 
@@ -278,6 +282,30 @@ def narrow(results: Results) -> pd.DataFrame:
         "time": "time_pct", "pruned": "time_pruned_pct",
     }  # fmt: skip
     return _of_points(results, points, "change", "high", columns)
+
+
+def sizes(results: Results) -> pd.DataFrame:
+    """Hot-exempt L1 by size of model: the neurons that it leaves active, beside those of the dense ReLU model that ends
+    at the same cross-entropy, by linear interpolation between the widths of figures H and J."""
+    frames = []
+    for points_of in (points, frontier_points):
+        with contextlib.suppress(NotMeasured):
+            frames.append(points_of(results).rename(columns={"neurons": "intermediate"}))
+    if not frames:
+        return pd.DataFrame()
+    data = pd.concat(frames, ignore_index=True)
+    data = data.assign(scale=data["model"].map(choose.scale))
+    own = where(data, kind=KINDS["hot_exempt"])
+    same = []
+    for line in own.itertuples():
+        dense = where(data, scale=line.scale, kind=(FEWER, DENSE)).sort_values("change")
+        width = np.interp(line.change, dense["change"], dense["intermediate"], left=np.nan, right=np.nan)
+        same.append(width / line.intermediate * 100)
+    table = own.assign(same_loss_pct=same).rename(columns={"change": "loss_change_pct"})
+    active = where(summary(results), modification="hot_exempt")[["model", "l1", "active_pct"]]
+    return table.merge(active, on=["model", "l1"])[
+        ["model", "l1", "seeds", "loss_change_pct", "active_pct", "same_loss_pct"]
+    ].astype({"seeds": "Int64"})
 
 
 def _of_points(

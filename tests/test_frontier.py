@@ -8,7 +8,7 @@ from pandas.testing import assert_frame_equal
 
 from analysis import report
 from analysis.figures import frontier
-from analysis.figures.drawn import Drawn
+from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.frontier import points
 
 RUN = {"study": "frontier", "activation": "relu", "modification": "none", "l1": 0.0, "text": "text", "layers": 2}
@@ -40,6 +40,10 @@ def results(*arms):
     for name in ("layer", "value", "seed"):
         rows[name] = rows.get(name, pd.Series(dtype="float64")).astype("Float64")
     return types.SimpleNamespace(rows=rows, sources=(), name="rows")
+
+
+def not_measured(_):
+    raise NotMeasured("none")
 
 
 DENSE = [arm(3.0, 10.0, 96, blocks=6.0), arm(3.1, 6.0, 48, blocks=3.0)]
@@ -89,6 +93,26 @@ def test_without_several_dense_widths_there_is_no_frontier():
     one = results(DENSE[0], arm(3.03, 7.0, 96, **SPARSE))
     assert "dense models of several widths" in frontier(one).missing
     assert report.frontier(one).empty
+
+
+def test_each_size_has_its_own_frontier():
+    larger = {"hidden": 128, "layers": 4}
+    others = [arm(2.8, 20.0, 192, **larger, model="large-ffn192"), arm(2.9, 10.0, 96, **larger, model="large-ffn96")]
+    data = points(results(*DENSE, *others, arm(2.87, 15.0, 192, model="large", **larger, **SPARSE)))
+    assert data["scale"].tolist() == ["tiny", "tiny", "large", "large", "large"]
+    sparse = data.set_index("kind").loc["L1, hot neurons exempt"]
+    assert (sparse["time"], sparse["change"]) == (pytest.approx(75), pytest.approx(2.5))
+    assert sparse["beyond"] == pytest.approx((2.87 / 2.85 - 1) * 100)
+
+
+def test_hot_exempt_l1_stands_beside_the_dense_width_with_its_loss(monkeypatch):
+    active = {"model": "tiny-ffn96", "modification": "hot_exempt", "l1": 1e-2, "active_pct": 4.0}
+    monkeypatch.setattr(report, "summary", lambda _: pd.DataFrame([active]))
+    monkeypatch.setattr(report, "points", not_measured)  # figure H's
+    (line,) = report.sizes(results(*DENSE, arm(3.05, 7.0, 96, **SPARSE))).to_dict("records")
+    assert (line["loss_change_pct"], line["active_pct"]) == (pytest.approx(0.05 / 3 * 100), 4.0)
+    assert line["same_loss_pct"] == pytest.approx(75)  # half way between 48 and 96 neurons
+    assert report.sizes(results(DENSE[0])).empty
 
 
 def test_the_table_has_the_points_of_the_figure():

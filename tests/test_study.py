@@ -45,7 +45,7 @@ def test_every_study_is_valid(name, tmp_path):
         "variants": 18,
         "sizes": 12,
         "narrow": 25,
-        "frontier": 22,
+        "frontier": 27,
         "lengths": 9,
         "demo": 7,
         "smoke": 5,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -31,28 +33,30 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
     "Timed as trained, compiled, each layer dense or sparse as is faster; a seed that was not timed counts with the "
-    "time of its arm's others. (b) Blocks alone, added up; open: without the neurons that stayed silent.",
+    "time of its arm's others. Blocks: alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
-    """Held-out cross-entropy against (a) the measured time of the whole model's forward pass, (b) that of its blocks,
-    both relative to the dense ReLU model with the most neurons."""
+    """Held-out cross-entropy against the measured time of the whole model's forward pass, and against that of its
+    blocks, both relative to the dense ReLU model with the most neurons; a line of panels for each size of models."""
     data = points(results)
-    picture, (grid,) = style.panels(1, 2, 3.3, sharey=True)
-    for letter, axes, name, title in zip("ab", grid, ("time", "blocks"), ("whole model", "blocks"), strict=True):
-        _panel(axes, data, name)
-        axes.set(title=f"({letter}) {title}", xlabel="measured time, % of the dense model's")
-        axes.locator_params(axis="x", nbins=6)
-    grid[0].set_ylabel("cross-entropy against dense ReLU")
-    handles, labels = grid[0].get_legend_handles_labels()
+    sizes = data["scale"].unique()
+    picture, grid = style.panels(len(sizes), 2, 0.5 + 2.8 * len(sizes), sharey="row")
+    letters = iter(string.ascii_lowercase)
+    for line, size in zip(grid, sizes, strict=True):
+        for axes, name, title in zip(line, ("time", "blocks"), ("whole model", "blocks"), strict=True):
+            _panel(axes, where(data, scale=size), name)
+            axes.set(title=f"({next(letters)}) {size.upper()}, {title}", xlabel="measured time, % of the dense model's")
+            axes.locator_params(axis="x", nbins=6)
+        line[0].set_ylabel("cross-entropy against dense ReLU")
+    handles, labels = grid[0][0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    base = where(data, kind=DENSE).iloc[-1]
     seeds = span(data["seeds"], "{:.0f}".format)
-    note = f"{choose.scale(base['model'])} model, N = {base['intermediate']:,.0f}, seeds of each: {seeds}."
-    return Sketch(picture, data, note)
+    return Sketch(picture, data, f"{', '.join(size.upper() for size in sizes)}; seeds of each: {seeds}.")
 
 
 def points(results: Results) -> pd.DataFrame:
-    """One line for each way to train, mean over seeds: `kind`, model, l1, intermediate, seeds.
+    """One line for each way to train, mean over seeds: `scale`, `kind`, model, l1, intermediate, seeds; sizes with
+    dense models of several widths, small ones first.
 
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
@@ -66,17 +70,19 @@ def points(results: Results) -> pd.DataFrame:
     runs = _runs(results.rows)
     plain = where(runs, activation="relu", modification="none", l1=0.0)
     widths = plain.groupby(SHAPE)["intermediate"].nunique()
-    if widths.empty or widths.max() < FEWEST_WIDTHS:
+    several = widths[widths >= FEWEST_WIDTHS].index
+    if several.empty:
         raise NotMeasured("dense models of several widths, and sparse ones, trained alike and timed", COMMAND)
-    runs = runs.set_index(SHAPE).loc[[widths.idxmax()]].reset_index()
-    runs = pd.concat([_relative(of_seed) for _, of_seed in runs.groupby("seed")], ignore_index=True)
-    by = ["kind", *ARM, "intermediate"]
+    runs = runs[pd.MultiIndex.from_frame(runs[SHAPE]).isin(several)]
+    runs = pd.concat([_relative(alike) for _, alike in runs.groupby([*SHAPE, "seed"])], ignore_index=True)
+    runs = runs.assign(scale=runs["model"].map(choose.scale))
+    by = ["hidden", "scale", "kind", *ARM, "intermediate"]
     data = runs.groupby(by, as_index=False)[MEANS].mean()
     data["seeds"] = runs.groupby(by)["seed"].nunique().to_numpy()
     for name in ("change", "beyond"):
         spread = stats.over_seeds(runs.assign(value=runs[name]), by)[[*by, "low", "high"]]
         data = data.merge(spread.rename(columns={"low": f"{name}_low", "high": f"{name}_high"}), on=by, how="left")
-    return data.sort_values(["kind", "l1", "intermediate"], ignore_index=True)
+    return data.sort_values(["hidden", "kind", "l1", "intermediate"], ignore_index=True).drop(columns="hidden")
 
 
 def _runs(rows: pd.DataFrame) -> pd.DataFrame:
