@@ -8,6 +8,7 @@ from calls import change, make_block, run_ffn
 
 from twell import hot_split, registry
 from twell.hot import hot_neurons
+from twell.interface import HotSteps
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -170,3 +171,25 @@ def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
     assert len(calls) == 1
     with pytest.raises(ValueError, match="32 neurons, got 33"):
         run_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot=33, stats=False)
+
+
+@pytest.mark.parametrize("hot", [torch.tensor([1, 5, 30]), 3])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, monkeypatch):
+    calls = []
+
+    def hidden(x, gate, up, activation):
+        calls.append(activation)
+        return (x @ gate.t()).relu().square() * (x @ up.t()) if taken else None
+
+    steps = HotSteps(hot_split.activate, hot_split.derive, hot_split.gather, hot_split.scatter, hidden)
+    backend = dataclasses.replace(registry.get("reference"), hot=steps)
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    options = {"backend": "reference", "hot": hot, "activation": "relu2"}
+    problem = make()
+    y, _ = run_ffn(*problem, stats=False, **options)
+    assert calls == ["relu2"]
+    torch.testing.assert_close(y, run_ffn(*problem, **options)[0])
+    run_ffn(*make(gated=False), stats=False, **options)
+    run_ffn(*(t.clone().requires_grad_() for t in problem), stats=False, **options)
+    assert calls == ["relu2"]

@@ -117,9 +117,14 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
         rest = backend.forward(x, _silenced(weights, hot), options)
     else:
         rest = backend.forward(x, weights, options, own.cold)
+    gated = weights.gate is not None
+    if gated and not (options.stats or options.training):
+        h_MH = steps.hidden(x, own.inner[: len(hot)], own.inner[len(hot) :], options.activation)
+        if h_MH is not None:
+            return rest._replace(y=rest.y.addmm_(h_MH, own.down))
     pre = F.linear(x, own.inner)
     l1_weight_H = None if weights.l1 is None else weights.l1[hot]
-    h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation, l1_weight_H)
+    h_MH, whole = steps.activate(pre, hot, gated, rest, options.activation, l1_weight_H)
     return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
 
@@ -129,6 +134,10 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
     rest: the forward of the other neurons, overwritten; its statistics are those of a block whose prefix never fired.
     hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch, which can be traced.
     """
+    if hot.gate is not None and steps is not None and rest.nonzeros is None:
+        h_MH = steps.hidden(x, hot.gate, hot.up, activation)
+        if h_MH is not None:
+            return rest._replace(y=rest.y.addmm_(h_MH, hot.down))
     gated = hot.gate is not None
     inner = [w for w in (hot.gate, hot.up) if w is not None]
     if steps is None:
