@@ -194,3 +194,25 @@ def test_products_for_y_alone_come_in_pieces(hot, gated, monkeypatch):
         tokens.clear()
     run_ffn(*(t if t is None else t.requires_grad_() for t in problem), backend="reference", hot=hot, stats=False)
     assert tokens == [30]
+
+
+@pytest.mark.parametrize("hot", [torch.tensor([1, 5, 30]), 3])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, monkeypatch):
+    calls = []
+
+    def hidden(x, gate, up, activation):
+        calls.append(activation)
+        return (x @ gate.t()).relu().square() * (x @ up.t()) if taken else None
+
+    steps = HotSteps(hot_split.activate, hot_split.derive, hot_split.gather, hot_split.scatter, hidden)
+    backend = dataclasses.replace(registry.get("reference"), hot=steps)
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    options = {"backend": "reference", "hot": hot, "activation": "relu2"}
+    problem = make()
+    y, _ = run_ffn(*problem, stats=False, **options)
+    assert calls == ["relu2"]
+    torch.testing.assert_close(y, run_ffn(*problem, **options)[0])
+    run_ffn(*make(gated=False), stats=False, **options)
+    run_ffn(*(t.clone().requires_grad_() for t in problem), stats=False, **options)
+    assert calls == ["relu2"]

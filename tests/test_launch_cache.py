@@ -193,7 +193,7 @@ class Recorded:
 def launched(monkeypatch):
     plans = (inference._gate_plan, inference._down_plan, inference.gate_pack_kernel, inference.gated_down_kernel)
     plans += (few.plan, few._gate_kernel, few._down_kernel)
-    plans += (hot_steps.kernel,)
+    plans += (hot_steps.kernel, hot_steps.hidden_kernel)
     caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
     for clear in caches:
         clear()
@@ -287,7 +287,26 @@ def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared)
         else:
             _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
             inference._down_plan(tokens, hidden, 0, layout.tiling, None, switches)
+    hot_steps.hidden_kernel(0, squared)
     assert set(Recorded.made) == ahead
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_hidden_of_hot_neurons_is_one_launch(launched, activation):
+    x, inner = torch.ones(9000, 64).bfloat16(), torch.ones(2 * 136, 64).bfloat16()
+    h = hot_steps.hidden(x, inner[:136], inner[136:], activation)
+    ((name, macros, grid, _, *given),) = launched
+    assert (name, macros["SQUARED"], grid) == ("hot_hidden", int(activation == "relu2"), 132)
+    assert tuple(given) == (
+        (x.data_ptr(), 9000, 64, 128, 128),
+        (inner.data_ptr(), 136, 64, 128, 128),
+        (inner.data_ptr() + 136 * 128, 136, 64, 128, 128),
+        (h.data_ptr(), 9000, 136, 272, 64),
+        *(9000, 136, 64),
+    )
+    assert hot_steps.hidden(x[:8191], inner[:136], inner[136:], activation) is None
+    assert hot_steps.hidden(x, inner[:135], inner[135:270], activation) is None
+    assert len(launched) == 1
 
 
 def _relative(parameters, workspace, y):

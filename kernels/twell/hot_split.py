@@ -119,21 +119,35 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     else:
         rest = backend.forward(x, weights, options, own.cold)
     l1_weight_H = None if weights.l1 is None else weights.l1[hot]
+    gated = weights.gate is not None
+    gate, up = own.inner.chunk(2) if gated else (None, own.inner)
 
     def add(x: Tensor, rest: Forward) -> Forward:
         pre = F.linear(x, own.inner)
-        h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation, l1_weight_H)
+        h_MH, whole = steps.activate(pre, hot, gated, rest, options.activation, l1_weight_H)
         return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
-    return _in_pieces(add, x, rest)
+    return _added(add, x, rest, Weights(gate, up, own.down), options.activation, steps)
 
 
-def _in_pieces(add: Callable[[Tensor, Forward], Forward], x: Tensor, rest: Forward) -> Forward:
-    """add(x, rest), which adds to y in place. For y alone in pieces: hot neurons' products are in memory for one."""
+def _added(
+    add: Callable[[Tensor, Forward], Forward],
+    x: Tensor,
+    rest: Forward,
+    hot: Weights,
+    activation: str,
+    steps: HotSteps,
+) -> Forward:
+    """add(x, rest), which adds the hot neurons to y in place. For y alone in pieces, of which one is in memory, and
+    where the backend computes h at once with that."""
     if rest.nonzeros is not None or rest.saved:
         return add(x, rest)
     for piece, y in in_pieces(x, rest.y):
-        add(piece, rest._replace(y=y))
+        h_MH = None if hot.gate is None else steps.hidden(piece, hot.gate, hot.up, activation)
+        if h_MH is None:
+            add(piece, rest._replace(y=y))
+        else:
+            y.addmm_(h_MH, hot.down)
     return rest
 
 
@@ -157,7 +171,7 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
         h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
         return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
-    return add(x, rest) if steps is None else _in_pieces(add, x, rest)
+    return add(x, rest) if steps is None else _added(add, x, rest, hot, activation, steps)
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:

@@ -37,6 +37,7 @@ _HOT = HotSteps(
     derive=adapter.on_own_device(hot_steps.derive),
     gather=_gather,
     scatter=adapter.on_own_device(hot_steps.scatter),
+    hidden=adapter.on_own_device(hot_steps.hidden),
 )
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
@@ -54,6 +55,8 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
     count, switches = inference.sm_count(index), inference.Switches(request.gated, squared)
     hot = ("hot_forward", index, request.gated, squared, False, False)
     loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
+    if request.gated:
+        loads["hot_hidden", index, squared] = partial(hot_steps.hidden_kernel, index, squared)
     for tokens in (2**i for i in range(PIECE.bit_length())):
         if few.takes(tokens, hidden):
             kind = few.kind(tokens)

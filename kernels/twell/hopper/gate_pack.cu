@@ -4,28 +4,18 @@
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
 //   neurons: (N, rounded up to T) u16, the neurons that the rows of w belong to; null: the row's own number
 //
-// A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
-//   warp 0          feeds x and w through TMA into a ring of STAGES buffers
-//   warps 1..3      pack: they read finished tiles from shared memory and write TwELL to global memory
-//   warps 4..11     two warpgroups of 64 rows each; they multiply, drop the tile as bfloat16 into shared memory and go
-//                   on with the next one, so that packing overlaps the next tile's products
-// Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
+// The loop of product.cuh. The warpgroups that multiply drop their finished tile as bfloat16 into shared memory and go on
+// with the next one. Warps 1..3 pack: they read finished tiles there and write TwELL to global memory, so that packing
+// overlaps the next tile's products.
 // Macros: inference.py's `Tiling`, by `gate_pack_kernel`.
-#include "ptx.cuh"
-#include "wgmma.cuh"  // made by compiler.py for TILE
+#include "product.cuh"
 
-static_assert(TILE == 256 || TILE == 128, "wgmma takes a tile of 128 or 256 columns here");
 static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than columns");
 
-constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, SKEW = 2;
-// Registers of a thread: the compiler gives all 168 (65,536 over 384 threads); what warpgroup 0 gives away the other two
-// take. A kernel that asks for more than there are hangs.
-constexpr int GIVEN = 72, TAKEN = 216;
-static_assert(GIVEN + 2 * TAKEN <= 3 * 168, "more registers are taken than given");
+constexpr int PACKERS = 3;
 constexpr int LANE_VALUES = TILE / 32;
-constexpr u32 X_BYTES = ROWS * STEP * 2, W_BYTES = TILE * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr u32 ROW_BYTES = TILE * 2, HALF_TILE_BYTES = 64 * ROW_BYTES;
-constexpr u32 DROP = STAGES * STAGE_BYTES, BARS = DROP + 2 * HALF_TILE_BYTES;
+constexpr u32 DROP = RING_BYTES, BARS = DROP + 2 * HALF_TILE_BYTES;
 // The host asks for SMEM_BYTES; 1024 of them are for aligning the swizzled buffers.
 static_assert(BARS + 8 * (2 * STAGES + 4) + 1024 <= SMEM_BYTES, "the host asks for too little shared memory");
 
@@ -41,68 +31,19 @@ struct Params {
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
-struct Tile {
-  int row, column_tile;
-};
-
-// Column tiles run fastest: the clusters at work share a few row blocks of x, and w stays in L2.
-__device__ __forceinline__ Tile tile_at(int index, int column_tiles, u32 rank) {
-  return {(index / column_tiles * CLUSTER + (int)rank) * ROWS, index % column_tiles};
-}
-
-__device__ __forceinline__ void feed(const Params& p, u32 smem, u32 full, u32 empty, u32 rank, int first, int tiles,
-                                     int stride, int column_tiles) {
-  u32 stage = 0, parity = 1;
-  for (int t = first; t < tiles; t += stride) {
-    const Tile tile = tile_at(t, column_tiles, rank);
-    for (int k = 0; k < p.K; k += STEP) {
-      const u32 bar = full + 8 * stage, x = smem + stage * STAGE_BYTES, w = x + X_BYTES + rank * (W_BYTES / CLUSTER);
-      mbar_wait(empty + 8 * stage, parity);
-      mbar_arrive_expect(bar, STAGE_BYTES);
-      tma_load(x, &p.map_x, bar, k, tile.row);
-      tma_load_multicast(w, &p.map_w, bar, k, tile.column_tile * TILE + rank * (TILE / CLUSTER), (1 << CLUSTER) - 1);
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-  }
-  // A CTA may only leave when its peer has stopped writing to it and reading its barriers.
-  for (int s = 0; s < STAGES; s++) {
-    mbar_wait(empty + 8 * stage, parity);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-}
-
-__device__ __forceinline__ void multiply(const Params& p, u32 smem, u32 full, u32 empty, u32 dropped, u32 free,
-                                         int group, int first, int tiles, int stride) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const u32 row = warp * 16 + lane % 16, buffer = smem + DROP + group * HALF_TILE_BYTES + row * ROW_BYTES,
-            chunk = lane / 16;
-  u32 stage = 0, parity = 0, free_parity = 1;
-  if (group == 1 && first < tiles && p.K > SKEW * STEP) barrier_sync(1, 256);
-  for (int t = first; t < tiles; t += stride, free_parity ^= 1) {
+// One of the multiplying warpgroups.
+__device__ __forceinline__ void multiply_and_drop(const Params& p, Ring ring, u32 dropped, u32 free, int group,
+                                                  const Tiles& tiles) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const u32 row = warp * 16 + lane % 16, chunk = lane / 16;
+  const u32 buffer = ring.smem + DROP + group * HALF_TILE_BYTES + row * ROW_BYTES;
+  u32 parity = 1;
+  for (int t = tiles.first; t < tiles.count; t += tiles.stride, parity ^= 1) {
     float d[TILE / 2];
-    u32 previous = 0;
-    for (int k = 0; k < p.K; k += STEP) {
-      const u32 x = smem + stage * STAGE_BYTES;
-      mbar_wait(full + 8 * stage, parity);
-      const u64 a = wgmma_operand(x + group * (64 * STEP * 2)), b = wgmma_operand(x + X_BYTES);
-      pin_registers(d);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < STEP / 16; i++) wgmma(d, a + 2 * i, b + 2 * i, (k | i) != 0);
-      wgmma_commit();
-      if (k > 0) {
-        wgmma_wait<1>();
-        if (thread < CLUSTER) mbar_arrive_peer(empty + 8 * previous, thread);
-      }
-      if (group == 0 && t == first && k == SKEW * STEP) barrier_arrive(1, 256);
-      previous = stage;
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    mbar_wait(free + 8 * group, free_parity);
-    wgmma_wait<0>();
-    pin_registers(d);
-    if (thread < CLUSTER) mbar_arrive_peer(empty + 8 * previous, thread);
-    // A thread holds columns 8j + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8; 16-byte chunks are swizzled by row.
+    multiply(d, ring, p.K, group, t == tiles.first);
+    mbar_wait(free + 8 * group, parity);
+    finish(d, ring);
+    // 16-byte chunks are swizzled by row.
 #pragma unroll
     for (int j = 0; j < TILE / 8; j += 2)
       store_matrix_x4(buffer + (((j + chunk) ^ (row & 7)) << 4), to_relu_halves(d[4 * j], d[4 * j + 1]),
@@ -144,13 +85,12 @@ __device__ __forceinline__ uint4 neurons_at(const Params& p, u32 column) {
   return make_uint4(four.x, four.y, 0, 0);
 }
 
-__device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles,
-                                     int stride, int column_tiles) {
+__device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, const Tiles& tiles) {
   constexpr int BATCH = 4;  // rows at a time, to overlap their latencies
   const int lane = threadIdx.x % 32, packer = threadIdx.x / 32 - 1;
   u32 parity = 0;
-  for (int t = first; t < tiles; t += stride, parity ^= 1) {
-    const Tile tile = tile_at(t, column_tiles, rank);
+  for (int t = tiles.first; t < tiles.count; t += tiles.stride, parity ^= 1) {
+    const Tile tile = tiles.at(t);
     const u32 column = tile.column_tile * TILE + lane * LANE_VALUES;
     const uint4 neurons = neurons_at(p, column);
     // A column past the end is a product with zeros, which is NaN where x is not finite: it is not a neuron.
@@ -180,7 +120,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
           const int row = tile.row + group * 64 + r + i;
           if (row >= p.M) break;
           const u32 sum = before[i / 2] >> (16 * (i & 1)) & 0xffff, count = __shfl_sync(~0u, sum, 31);
-          const u64 cell = (u64)row * column_tiles + tile.column_tile;
+          const u64 cell = (u64)row * tiles.columns + tile.column_tile;
           u32* slot = p.words + cell * SLOTS;
           if (lane == 0) p.counts[cell] = count;
           if (count > SLOTS) {
@@ -207,14 +147,13 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_constant__ Params p) {
   extern __shared__ char raw[];
   const u32 smem = (smem_address(raw) + 1023) & ~1023u;
-  const u32 full = smem + BARS, empty = full + 8 * STAGES, dropped = empty + 8 * STAGES, free = dropped + 16;
-  const u32 rank = cluster_rank();
-  const int column_tiles = (p.N + TILE - 1) / TILE,
-            tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
-  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, warp = threadIdx.x / 32, group = warp / 4;
+  const Ring ring(smem, smem + BARS);
+  const u32 dropped = ring.empty + 8 * STAGES, free = dropped + 16;
+  const Tiles tiles(p.M, (p.N + TILE - 1) / TILE);
+  const int warp = threadIdx.x / 32, group = warp / 4;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * CLUSTER);
+    ring.init();
     for (int g = 0; g < 2; g++) mbar_init(dropped + 8 * g, 128), mbar_init(free + 8 * g, PACKERS);
     mbar_init_fence();
     if (blockIdx.x == 0) *p.overflow = 0, *p.next_chunk = 0;
@@ -222,11 +161,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   cluster_sync();
   if (group == 0) {
     registers_give<GIVEN>();
-    if (threadIdx.x == 0) feed(p, smem, full, empty, rank, first, tiles, stride, column_tiles);
-    if (warp > 0) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
+    if (threadIdx.x == 0) feed(&p.map_x, &p.map_w, tiles.rank * (TILE / CLUSTER), TILE, p.K, ring, tiles);
+    if (warp > 0) pack(p, smem, dropped, free, tiles);
   } else {
     registers_take<TAKEN>();
-    multiply(p, smem, full, empty, dropped, free, group - 1, first, tiles, stride);
+    multiply_and_drop(p, ring, dropped, free, group - 1, tiles);
   }
   cluster_sync();
 }

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from .. import hot_split
 from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
-from ..memory import is_aligned
+from ..memory import in_rows, is_aligned
 from . import driver, inference
-from .params import HotBackwardParams, HotForwardParams, HotRowsParams
+from .params import HotBackwardParams, HotForwardParams, HotHiddenParams, HotRowsParams
 
 _WARPS, _VECTOR = 8, 8
 _ROW_WARPS, _PADDING = 16, 256
+LEAST_TOKENS = 8192  # of `hidden`: with fewer its tiles leave most of the GPU idle
+_ROWS, _CLUSTER = 128, 2
 _Matrices = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
 
 
@@ -123,6 +125,51 @@ def activate(
     if l1_M is None or rest.l1 is None:
         return h, rest
     return h, rest._replace(l1=l1_M.mean() if added else rest.l1 + l1_M.mean())
+
+
+def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
+    """h [M, H] = relu(x gate^T) * (x up^T) in one launch, with relu2 relu(x gate^T)^2 * (x up^T); None with few tokens
+    or an H that is no multiple of 8.
+
+    x: bfloat16 [M, K]; gate, up: [H, K], K a multiple of 64.
+    """
+    tokens, count, index = x.shape[0], gate.shape[0], x.device.index
+    if tokens < LEAST_TOKENS or count % _VECTOR:
+        return None
+    x, gate, up, h = in_rows(x), in_rows(gate), in_rows(up), x.new_empty((tokens, count))
+    parameters = HotHiddenParams(
+        map_x=_tensor_map(x, _ROWS),
+        map_gate=_tensor_map(gate, _ROWS),
+        map_up=_tensor_map(up, _ROWS),
+        map_h=_tensor_map(h, _ROWS // 2),
+        M=tokens,
+        H=count,
+        K=x.shape[1],
+    )
+    grid = inference.sm_count(index) // _CLUSTER * _CLUSTER
+    hidden_kernel(index, activation == RELU2).prepare(grid, driver.stream(index), parameters)()
+    return h
+
+
+def _tensor_map(matrix: Tensor, box_rows: int) -> bytes:
+    rows, columns = matrix.shape
+    return driver.tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0) * 2, box_rows)
+
+
+def hidden_macros(squared: bool) -> dict[str, int]:
+    """How `hot_hidden` is compiled. A tile has as many columns of the gate as of up."""
+    tile, stages = 256, 4
+    # The ring of operands, the finished tile, the barriers, and room to align.
+    shared_bytes = stages * (_ROWS + tile) * 128 + _ROWS * tile + 8 * 2 * stages + 1024
+    return {"TILE": tile, "STAGES": stages, "SMEM_BYTES": shared_bytes, "SQUARED": int(squared)}
+
+
+@functools.cache
+def hidden_kernel(device_index: int, squared: bool) -> driver.Kernel:
+    macros = hidden_macros(squared)
+    return driver.Kernel(
+        "hot_hidden", macros, device_index, threads=384, shared_bytes=macros["SMEM_BYTES"], cluster=_CLUSTER
+    )
 
 
 def derive(

@@ -134,6 +134,16 @@ class HotForwardParams(NamedTuple):
     added: Int32
 
 
+class HotHiddenParams(NamedTuple):
+    map_x: TensorMap
+    map_gate: TensorMap
+    map_up: TensorMap
+    map_h: TensorMap
+    M: Int32
+    H: Int32
+    K: Int32
+
+
 class HotBackwardParams(NamedTuple):
     dh: Pointer
     activated: Pointer
@@ -185,6 +195,7 @@ PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "token_gradients": TokenGradientsParams,
     "weight_gradients": WeightGradientsParams,
     "hot_forward": HotForwardParams,
+    "hot_hidden": HotHiddenParams,
     "hot_backward": HotBackwardParams,
     "hot_rows": HotRowsParams,
     "few_gate": FewGateParams,

@@ -73,6 +73,20 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map,
       : "memory");
 }
 
+// A box from shared to global memory, without what lies outside of the matrix. By a thread that `fence_tma_store` and a
+// barrier come before, after the writes to `from`.
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(from), "r"(column), "r"(row)
+      : "memory");
+}
+// Makes this thread's writes to shared memory visible to TMA.
+__device__ __forceinline__ void fence_tma_store() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void wait_tma_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 // Descriptor of a K-major operand with 64 columns of 16 bits, 128-byte swizzle: groups of 8 rows are 1024 bytes apart.
