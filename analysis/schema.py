@@ -148,8 +148,8 @@ COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what
 # Backends in the order of tables and legends. The reference backend defines results and is not made for speed.
 REFERENCE = "reference"
 BACKENDS: tuple[str, ...] = (
-    "dense", "dense_transformers", "dense_eager", "dense_fused", "dense_compiled", "dense_compiled_layers", "dense_fp8",
-    REFERENCE, "triton", "hopper",
+    "dense", "dense_transformers", "dense_eager", "dense_fused", "dense_twell", "dense_compiled",
+    "dense_compiled_layers", "dense_fp8", REFERENCE, "triton", "hopper",
 )  # fmt: skip
 # The paper's baseline, transformers without torch.compile, is dense_transformers in rows from 2026-11-26 on. EAGER, in
 # all rows, has this package's dense block in place of transformers': on a GPU one kernel for activation and product,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import DENSE_FORMS, FP8, SECTION_4, SequenceBenchConfig, check_form
+from experiments.bench.options import DENSE_FORMS, FP8, OWN_DENSE, SECTION_4, SequenceBenchConfig, check_form
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
@@ -124,7 +124,7 @@ def _rows(
         alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
         columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
         yield compare(alternatives, device, config.timing, config.metrics, **columns)
-    dense = [name for name in config.dense if name in (*DENSE_FORMS, FP8)]
+    dense = [OWN_DENSE, *(name for name in config.dense if name in (*DENSE_FORMS, FP8))]
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+FILLING = 8192  # tokens from which on the kernel that makes h of dense neurons fills a GPU
 PIECE = 32768  # tokens that a forward for y alone takes at a time: enough to fill a GPU, and all that need workspace
 
 

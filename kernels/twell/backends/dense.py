@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..interface import RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..memory import FILLING
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
@@ -40,8 +41,12 @@ def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
 
 
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
-    """y alone, of x of any shape [..., K]. On a GPU that Triton can use, the activation is one kernel, as torch.compile
-    would make it."""
+    """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
+    Triton can use, the activation is one kernel, as torch.compile would make it."""
+    if w_gate_NK is not None and x_MK.is_cuda:
+        h_MN = _from_one_kernel(x_MK, w_gate_NK, w_up_NK, activation)
+        if h_MN is not None:
+            return F.linear(h_MN, w_down_KN)
     if w_gate_NK is None:
         z_MN, u_MN = F.linear(x_MK, w_up_NK), None
     else:
@@ -49,6 +54,29 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     if not ((u_MN is not None or activation == RELU2) and z_MN.is_cuda and _fused(z_MN, u_MN, activation)):
         z_MN = _hidden(z_MN.relu_(), u_MN, activation)
     return F.linear(z_MN, w_down_KN)
+
+
+def _from_one_kernel(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, activation: str) -> Tensor | None:
+    """h with both products and the activation in one Hopper kernel, or None where it cannot be used."""
+    hidden = x_MK.shape[-1]
+    if x_MK.numel() < FILLING * hidden or any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
+        return None
+    try:
+        if not _has_hopper(x_MK.device, hidden, w_up_NK.shape[0]):
+            return None
+    except RuntimeError:  # asked for the first time while a CUDA graph is captured
+        return None
+    from .hopper import hidden as from_one_kernel
+
+    h_MN = from_one_kernel(x_MK.reshape(-1, hidden), w_gate_NK, w_up_NK, activation)
+    return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
+
+
+@functools.cache
+def _has_hopper(device: torch.device, hidden: int, intermediate: int) -> bool:
+    from .. import registry
+
+    return registry.why_not("hopper", device=device, hidden=hidden, intermediate=intermediate) is None
 
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
