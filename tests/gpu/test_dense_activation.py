@@ -5,8 +5,9 @@ import torch
 from calls import run_ffn
 from torch.nn import functional as F
 
+from twell.hopper import hot_steps
 from twell.launch_cache import LAUNCHES
-from twell.testing import make_problem, plain_ffn
+from twell.testing import make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -44,6 +45,19 @@ def test_in_a_graph_and_on_a_side_stream():
     p.x.mul_(-0.5)
     graph.replay()
     assert torch.equal(y, plain_ffn(*p)[0])
+
+
+@pytest.mark.usefixtures("needs_hopper")
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_many_tokens_take_h_from_one_kernel(activation):
+    p = make_problem(8200, 256, 1000, 20.0, device="cuda")
+    p.x[77, 5] = float("nan")
+    y = run_ffn(p.x.view(2, 4100, 256), *p[1:], activation=activation, backend="dense", stats=False)[0].view(8200, 256)
+    wanted = F.linear(hot_steps.hidden(p.x, p.w_gate, p.w_up, activation), p.w_down)
+    assert torch.equal(y.nan_to_num(1e9), wanted.nan_to_num(1e9))
+    plain = plain_ffn(*p, activation)[0]
+    assert torch.equal(y.isnan(), plain.isnan())
+    assert relative_error(y.nan_to_num(), plain.nan_to_num()) < 2**-8
 
 
 def test_a_graph_needs_no_call_before_its_capture():
