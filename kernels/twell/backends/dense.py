@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..interface import RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..interface import RELU, RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
 from ..memory import FILLING
 from .probe import launch
 
@@ -43,8 +43,8 @@ def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
     """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
     Triton can use, the activation is one kernel, as torch.compile would make it."""
-    if w_gate_NK is not None and x_MK.is_cuda:
-        h_MN = _from_one_kernel(x_MK, w_gate_NK, w_up_NK, activation)
+    if w_gate_NK is not None and x_MK.is_cuda and activation == RELU:  # it does not round the square
+        h_MN = _from_one_kernel(x_MK, w_gate_NK, w_up_NK)
         if h_MN is not None:
             return F.linear(h_MN, w_down_KN)
     if w_gate_NK is None:
@@ -56,7 +56,7 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     return F.linear(z_MN, w_down_KN)
 
 
-def _from_one_kernel(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, activation: str) -> Tensor | None:
+def _from_one_kernel(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
     """h with both products and the activation in one Hopper kernel, or None where it cannot be used."""
     hidden = x_MK.shape[-1]
     if x_MK.numel() < FILLING * hidden or any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
@@ -68,7 +68,7 @@ def _from_one_kernel(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, activatio
         return None
     from .hopper import hidden as from_one_kernel
 
-    h_MN = from_one_kernel(x_MK.reshape(-1, hidden), w_gate_NK, w_up_NK, activation)
+    h_MN = from_one_kernel(x_MK.reshape(-1, hidden), w_gate_NK, w_up_NK, RELU)
     return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
 
 
