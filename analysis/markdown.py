@@ -200,7 +200,8 @@ def _at_equal_time(results: Results) -> str:
         for kind, points in compared.groupby("kind", sort=False)
     }
     sizes = " and ".join(size.upper() for size in compared["scale"].unique())
-    seeds = f"{render.span(compared['seeds'], '{:.0f}'.format)} seed{'s' if compared['seeds'].max() > 1 else ''}"
+    seeds = render.span(compared["seeds"], lambda count: ("one", "two", "three")[min(int(count), 3) - 1])
+    seeds += " seed" if compared["seeds"].max() == 1 else " seeds"
     return (
         f" At {sizes}, against smaller dense models at equal time: "
         f"{'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
