@@ -51,7 +51,7 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "blocks_forward", "One block, forward",
-        "Synthetic patterns; speed over the fastest of three dense implementations in the same run. FP8 dense products "
+        "Synthetic patterns; speed over the fastest dense implementation in the same run. FP8 dense products "
         "(one scale a row) are no baseline, since they are not exact.",
         report.blocks_forward,
     ),

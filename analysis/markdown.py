@@ -195,15 +195,16 @@ def _at_equal_time(results: Results) -> str:
         return ""
     if compared.empty:
         return ""
+    size = compared["scale"].iloc[-1]  # the largest
+    compared = compared[compared["scale"] == size]
     changes = {
         kind: render.span(points["beyond"], lambda value: render.signed(value, 1))
         for kind, points in compared.groupby("kind", sort=False)
     }
-    sizes = " and ".join(size.upper() for size in compared["scale"].unique())
-    seeds = render.span(compared["seeds"], lambda count: ("one", "two", "three")[min(int(count), 3) - 1])
+    seeds = render.span(compared["seeds"], lambda count: {1: "one", 2: "two", 3: "three"}.get(int(count), str(count)))
     seeds += " seed" if compared["seeds"].max() == 1 else " seeds"
     return (
-        f" At {sizes}, against smaller dense models at equal time: "
+        f" At {size.upper()}, against smaller dense models at equal time: "
         f"{'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
     )
 

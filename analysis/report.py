@@ -26,6 +26,7 @@ from analysis.render import INTERVAL
 from analysis.summary import summary
 
 MODEL = ["model", "l1", "device"]
+SAME = ["model", "l1"]
 DENSE_FORMS = {
     "dense_transformers": "transformers",
     schema.EAGER: "eager",
@@ -287,25 +288,28 @@ def narrow(results: Results) -> pd.DataFrame:
 def sizes(results: Results) -> pd.DataFrame:
     """Hot-exempt L1 by size of model: the neurons that it leaves active, beside those of the dense ReLU model that ends
     at the same cross-entropy, by linear interpolation between the widths of figures H and J."""
-    frames = []
-    for points_of in (points, frontier_points):
+    data = pd.DataFrame({"scale": pd.Series(dtype="str")})
+    for points_of in (frontier_points, points):  # a size that is in both: from J
         with contextlib.suppress(NotMeasured):
-            frames.append(points_of(results).rename(columns={"neurons": "intermediate"}))
-    if not frames:
-        return pd.DataFrame()
-    data = pd.concat(frames, ignore_index=True)
-    data = data.assign(scale=data["model"].map(choose.scale))
+            found = points_of(results).rename(columns={"neurons": "intermediate"})
+            found = found.assign(scale=found["model"].map(choose.scale))
+            data = pd.concat([data, found[~found["scale"].isin(data["scale"])]], ignore_index=True)
+    if data.empty:
+        return data
     own = where(data, kind=KINDS["hot_exempt"])
     same = []
     for line in own.itertuples():
-        dense = where(data, scale=line.scale, kind=(FEWER, DENSE)).sort_values("change")
-        width = np.interp(line.change, dense["change"], dense["intermediate"], left=np.nan, right=np.nan)
+        dense = where(data, scale=line.scale, kind=(FEWER, DENSE)).sort_values("intermediate", ascending=False)
+        width = np.nan  # where a narrower model is better, no width has this loss
+        if dense["change"].is_monotonic_increasing:
+            width = np.interp(line.change, dense["change"], dense["intermediate"], left=np.nan, right=np.nan)
         same.append(width / line.intermediate * 100)
     table = own.assign(same_loss_pct=same).rename(columns={"change": "loss_change_pct"})
-    active = where(summary(results), modification="hot_exempt")[["model", "l1", "active_pct"]]
-    return table.merge(active, on=["model", "l1"])[
-        ["model", "l1", "seeds", "loss_change_pct", "active_pct", "same_loss_pct"]
-    ].astype({"seeds": "Int64"})
+    active = where(summary(results), modification="hot_exempt").sort_values("seeds").drop_duplicates(SAME, keep="last")
+    table = table.merge(active[[*SAME, "active_pct"]], on=SAME, validate="many_to_one")
+    table = table.sort_values(["l1", "intermediate"], ignore_index=True)
+    columns = ["model", "l1", "seeds", "loss_change_pct", "active_pct", "same_loss_pct"]
+    return table[columns].astype({"seeds": "Int64"})
 
 
 def _of_points(

@@ -152,8 +152,8 @@ BACKENDS: tuple[str, ...] = (
     "dense_compiled_layers", "dense_fp8", REFERENCE, "triton", "hopper",
 )  # fmt: skip
 # The paper's baseline, transformers without torch.compile, is dense_transformers in rows from 2026-11-26 on. EAGER, in
-# all rows, has this package's dense block in place of transformers': on a GPU one kernel for activation and product,
-# and in training less that is kept for the backward.
+# all rows, has this package's dense block in place of transformers': on a GPU one kernel for activation and product
+# (in forwards from 2026-11-27 on for h whole), and in training less that is kept for the backward.
 EAGER = "dense_eager"
 WHOLE_MODELS = ("model_forward", "model_training")  # operations that time a whole model against dense
 

@@ -74,7 +74,7 @@ class BenchForwardConfig(SequenceBenchConfig):
     dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_fp8"]] = option(  # type: ignore[assignment]
         ["dense_transformers", "dense_eager", "dense_compiled"],
         "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled, compiled "
-        "with FP8 blocks); the fastest is the baseline, dense_fp8, which is not exact, never",
+        f"with FP8 blocks), of blocks also {OWN_DENSE}; the fastest is the baseline, dense_fp8, not exact, never",
         distinct=True,
     )
     whole_model: bool = option(True, "time the whole decoder")

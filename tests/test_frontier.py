@@ -8,7 +8,7 @@ from pandas.testing import assert_frame_equal
 
 from analysis import report
 from analysis.figures import frontier
-from analysis.figures.drawn import Drawn, NotMeasured
+from analysis.figures.drawn import Drawn
 from analysis.figures.frontier import points
 
 RUN = {"study": "frontier", "activation": "relu", "modification": "none", "l1": 0.0, "text": "text", "layers": 2}
@@ -40,10 +40,6 @@ def results(*arms):
     for name in ("layer", "value", "seed"):
         rows[name] = rows.get(name, pd.Series(dtype="float64")).astype("Float64")
     return types.SimpleNamespace(rows=rows, sources=(), name="rows")
-
-
-def not_measured(_):
-    raise NotMeasured("none")
 
 
 DENSE = [arm(3.0, 10.0, 96, blocks=6.0), arm(3.1, 6.0, 48, blocks=3.0)]
@@ -106,13 +102,25 @@ def test_each_size_has_its_own_frontier():
 
 
 def test_hot_exempt_l1_stands_beside_the_dense_width_with_its_loss(monkeypatch):
-    active = {"model": "tiny-ffn96", "modification": "hot_exempt", "l1": 1e-2, "active_pct": 4.0}
-    monkeypatch.setattr(report, "summary", lambda _: pd.DataFrame([active]))
-    monkeypatch.setattr(report, "points", not_measured)  # figure H's
+    active = {"model": "tiny-ffn96", "modification": "hot_exempt", "l1": 1e-2, "active_pct": 4.0, "seeds": 2}
+    other_text = active | {"active_pct": 9.0, "seeds": 1}
+    monkeypatch.setattr(report, "summary", lambda _: pd.DataFrame([active, other_text]))
+    monkeypatch.setattr(report, "points", points)  # figure H's have the same size
     (line,) = report.sizes(results(*DENSE, arm(3.05, 7.0, 96, **SPARSE))).to_dict("records")
     assert (line["loss_change_pct"], line["active_pct"]) == (pytest.approx(0.05 / 3 * 100), 4.0)
     assert line["same_loss_pct"] == pytest.approx(75)  # half way between 48 and 96 neurons
+    better = arm(2.9, 5.0, 24)
+    (line,) = report.sizes(results(*DENSE, better, arm(3.05, 7.0, 96, **SPARSE))).to_dict("records")
+    assert pd.isna(line["same_loss_pct"])
     assert report.sizes(results(DENSE[0])).empty
+
+
+def test_a_size_has_the_trainings_of_one_text():
+    other = {"text": "another", "tokens_trained": 9}
+    elsewhere = [arm(9.0, 1.0, 96, **other), arm(9.5, 0.5, 48, **other), arm(9.6, 1.0, 96, **other, **SPARSE)]
+    one = points(results(*DENSE, arm(3.2, 5.0, 24), arm(3.03, 7.0, 96, **SPARSE)))
+    both = points(results(*DENSE, arm(3.2, 5.0, 24), arm(3.03, 7.0, 96, **SPARSE), *elsewhere))
+    assert_frame_equal(one, both)
 
 
 def test_the_table_has_the_points_of_the_figure():

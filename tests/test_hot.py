@@ -7,6 +7,7 @@ import torch
 from calls import change, make_block, run_ffn
 
 from twell import hot_split, memory, registry
+from twell.backends import dense, hopper
 from twell.hot import hot_neurons
 from twell.interface import HotSteps
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
@@ -216,3 +217,32 @@ def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, mon
     run_ffn(*make(gated=False), stats=False, **options)
     run_ffn(*(t.clone().requires_grad_() for t in problem), stats=False, **options)
     assert calls == ["relu2"]
+
+
+@pytest.mark.parametrize(
+    ("taken", "changed"),
+    [
+        (True, lambda x, gate, up: (x, gate, up)),
+        (True, lambda x, gate, up: (x.view(2, 8, 64), gate, up)),
+        (True, lambda x, gate, up: (x.t().contiguous().t(), gate, up)),
+        (False, lambda x, gate, up: (x[1:], gate, up)),
+        (False, lambda x, gate, up: (x.float(), gate.float(), up.float())),
+        (False, lambda x, gate, up: (x, gate.t().contiguous().t(), up)),
+    ],
+    ids=["2-D", "3-D", "strided x", "few tokens", "float32", "strided weights"],
+)
+def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, monkeypatch):
+    monkeypatch.setattr(dense, "H_AT_ONCE", 16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(registry, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(hopper, "h_at_once", lambda x, gate, up, activation: (x @ gate.t()).relu() * (x @ up.t()))
+    x, gate, up = changed(*(torch.randn(rows, 64).bfloat16() for rows in (16, 24, 24)))
+    h = dense._h_at_once(x, gate, up)
+    assert (h is not None) == taken
+    if h is not None:
+        torch.testing.assert_close(h, (x @ gate.t()).relu() * (x @ up.t()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert dense._h_at_once(x, gate, up) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(registry, "why_not", lambda *_, **__: "no such device")
+    assert dense._h_at_once(x, gate, up) is None

@@ -22,7 +22,8 @@ LABELS = {DENSE: (5, 5), SILU: (6, -8)}  # offsets in points; those of sparse mo
 FEWEST_WIDTHS = 2  # of dense models, for a frontier
 ARM = ["model", "activation", "modification", "l1"]
 TRAINING = [*ARM, "seed", "text", "tokens_trained"]
-SHAPE = ["layers", "hidden", "text", "tokens_trained"]
+SIZE = ["layers", "hidden"]
+SHAPE = [*SIZE, "text", "tokens_trained"]
 TIMES = ["time", "energy", "step", "blocks", "pruned"]
 MEANS = ["change", "train_change", *TIMES, "beyond"]
 
@@ -48,15 +49,16 @@ def frontier(results: Results) -> Sketch:
             axes.set(title=f"({next(letters)}) {size.upper()}, {title}", xlabel="measured time, % of the dense model's")
             axes.locator_params(axis="x", nbins=6)
         line[0].set_ylabel("cross-entropy against dense ReLU")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    legends = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid[:, 0]]
+    kinds = {label: handle for legend in legends for handle, label in legend}
+    picture.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds))
     seeds = span(data["seeds"], "{:.0f}".format)
     return Sketch(picture, data, f"{', '.join(size.upper() for size in sizes)}; seeds of each: {seeds}.")
 
 
 def points(results: Results) -> pd.DataFrame:
-    """One line for each way to train, mean over seeds: `scale`, `kind`, model, l1, intermediate, seeds; sizes with
-    dense models of several widths, small ones first.
+    """One line for each way to train, mean over seeds: `scale`, `kind`, model, l1, intermediate, seeds; of each size
+    that has them, the trainings with the most dense widths on one text, small sizes first.
 
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
@@ -70,19 +72,19 @@ def points(results: Results) -> pd.DataFrame:
     runs = _runs(results.rows)
     plain = where(runs, activation="relu", modification="none", l1=0.0)
     widths = plain.groupby(SHAPE)["intermediate"].nunique()
-    several = widths[widths >= FEWEST_WIDTHS].index
+    several = widths[widths >= FEWEST_WIDTHS].groupby(SIZE).idxmax()
     if several.empty:
         raise NotMeasured("dense models of several widths, and sparse ones, trained alike and timed", COMMAND)
-    runs = runs[pd.MultiIndex.from_frame(runs[SHAPE]).isin(several)]
+    runs = runs[pd.MultiIndex.from_frame(runs[SHAPE]).isin(several.tolist())]
     runs = pd.concat([_relative(alike) for _, alike in runs.groupby([*SHAPE, "seed"])], ignore_index=True)
     runs = runs.assign(scale=runs["model"].map(choose.scale))
-    by = ["hidden", "scale", "kind", *ARM, "intermediate"]
+    by = [*SIZE, "scale", "kind", *ARM, "intermediate"]
     data = runs.groupby(by, as_index=False)[MEANS].mean()
     data["seeds"] = runs.groupby(by)["seed"].nunique().to_numpy()
     for name in ("change", "beyond"):
         spread = stats.over_seeds(runs.assign(value=runs[name]), by)[[*by, "low", "high"]]
         data = data.merge(spread.rename(columns={"low": f"{name}_low", "high": f"{name}_high"}), on=by, how="left")
-    return data.sort_values(["hidden", "kind", "l1", "intermediate"], ignore_index=True).drop(columns="hidden")
+    return data.sort_values([*SIZE, "kind", "l1", "intermediate"], ignore_index=True).drop(columns=SIZE)
 
 
 def _runs(rows: pd.DataFrame) -> pd.DataFrame:

@@ -127,21 +127,16 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
         h_MH, whole = steps.activate(pre, hot, gated, rest, options.activation, l1_weight_H)
         return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
-    return _added(add, x, rest, Weights(gate, up, own.down), options.activation, steps)
-
-
-def _added(
-    add: Callable[[Tensor, Forward], Forward],
-    x: Tensor,
-    rest: Forward,
-    hot: Weights,
-    activation: str,
-    steps: HotSteps,
-) -> Forward:
-    """add(x, rest), which adds the hot neurons to y in place. For y alone in pieces, of which one is in memory, and
-    where the backend computes h at once with that."""
-    if rest.nonzeros is not None or rest.saved:
+    if options.stats or options.training:
         return add(x, rest)
+    return _add_in_pieces(add, x, rest, Weights(gate, up, own.down), options.activation, steps)
+
+
+def _add_in_pieces(
+    add: Callable[[Tensor, Forward], Forward], x: Tensor, rest: Forward, hot: Weights, activation: str, steps: HotSteps
+) -> Forward:
+    """add(x, rest), which adds the hot neurons to y, for y alone: the products of a piece are in memory, and where the
+    backend computes h at once it does so."""
     for piece, y in in_pieces(x, rest.y):
         h_MH = None if hot.gate is None else steps.hidden(piece, hot.gate, hot.up, activation)
         if h_MH is None:
@@ -171,7 +166,9 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
         h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
         return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
-    return add(x, rest) if steps is None else _added(add, x, rest, hot, activation, steps)
+    if steps is None or rest.nonzeros is not None:
+        return add(x, rest)
+    return _add_in_pieces(add, x, rest, hot, activation, steps)
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:

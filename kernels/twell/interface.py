@@ -160,8 +160,8 @@ class Backend:
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
     prepare(x, weights, activation) -> None, or a function x -> y that repeats this forward, without statistics,
         on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
-        contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
-        be cheap. For backends whose launches take longer on the host than on the device.
+        contiguous, with M from 1 to `memory.PIECE`. It is called for every such forward until it returns a function, so
+        returning None must be cheap. For backends whose launches take longer on the host than on the device.
     reads_saved_only(saved) -> whether the backward reads the weights of saved entries only, so that hot rows need not
         be zero for it. Omitted if it never does.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It

@@ -1,7 +1,7 @@
 """The block as plain dense products in the input's dtype, with the statistics at next to no cost.
 
 What training on a CPU uses, and the yardstick for the others. NaN and Inf behave as in plain torch because this is
-plain torch, but for the activation of inference on a GPU, which one kernel computes with the same roundings.
+plain torch, but for inference on a GPU: one kernel for the activation, or on Hopper for h, has the same roundings.
 Shapes: M tokens, K hidden, N intermediate.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..interface import RELU, RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
-from ..memory import FILLING
+from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
@@ -43,8 +43,8 @@ def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
     """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
     Triton can use, the activation is one kernel, as torch.compile would make it."""
-    if w_gate_NK is not None and x_MK.is_cuda and activation == RELU:  # it does not round the square
-        h_MN = _from_one_kernel(x_MK, w_gate_NK, w_up_NK)
+    if w_gate_NK is not None and x_MK.is_cuda and activation == RELU:  # that kernel does not round relu's square
+        h_MN = _h_at_once(x_MK, w_gate_NK, w_up_NK)
         if h_MN is not None:
             return F.linear(h_MN, w_down_KN)
     if w_gate_NK is None:
@@ -56,27 +56,22 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     return F.linear(z_MN, w_down_KN)
 
 
-def _from_one_kernel(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
-    """h with both products and the activation in one Hopper kernel, or None where it cannot be used."""
-    hidden = x_MK.shape[-1]
-    if x_MK.numel() < FILLING * hidden or any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
+def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
+    """h with both products and relu in one Hopper kernel; None where it cannot be used, and while a CUDA graph is
+    captured, when no kernel can be loaded."""
+    hidden, weights = x_MK.shape[-1], (w_gate_NK, w_up_NK)
+    if x_MK.numel() < H_AT_ONCE * hidden or any(t.dtype is not torch.bfloat16 for t in (x_MK, *weights)):
         return None
-    try:
-        if not _has_hopper(x_MK.device, hidden, w_up_NK.shape[0]):
-            return None
-    except RuntimeError:  # asked for the first time while a CUDA graph is captured
+    if not all(map(is_in_rows, weights)) or torch.cuda.is_current_stream_capturing():
         return None
-    from .hopper import hidden as from_one_kernel
-
-    h_MN = from_one_kernel(x_MK.reshape(-1, hidden), w_gate_NK, w_up_NK, RELU)
-    return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
-
-
-@functools.cache
-def _has_hopper(device: torch.device, hidden: int, intermediate: int) -> bool:
     from .. import registry
 
-    return registry.why_not("hopper", device=device, hidden=hidden, intermediate=intermediate) is None
+    if registry.why_not("hopper", device=x_MK.device, hidden=hidden, intermediate=w_up_NK.shape[0]) is not None:
+        return None
+    from .hopper import h_at_once
+
+    h_MN = h_at_once(x_MK.reshape(-1, hidden), *weights, RELU)
+    return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
 
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:

@@ -32,13 +32,13 @@ def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
         return hot_steps.gather(weights, neurons, with_cold)
 
 
-hidden = adapter.on_own_device(hot_steps.hidden)
+h_at_once = adapter.on_own_device(hot_steps.hidden)
 _HOT = HotSteps(
     activate=adapter.on_own_device(hot_steps.activate),
     derive=adapter.on_own_device(hot_steps.derive),
     gather=_gather,
     scatter=adapter.on_own_device(hot_steps.scatter),
-    hidden=hidden,
+    hidden=h_at_once,
 )
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 

@@ -1,4 +1,4 @@
-// Hot neurons in inference: h = relu(x gate^T) * (x up^T), without a pass over the products.            sm_90a, bfloat16
+// Dense neurons in inference: h = relu(x gate^T) * (x up^T), without a pass over the products.            sm_90a, bfloat16
 // SQUARED: relu(x gate^T)^2 * (x up^T). Rounded as by dense products and hot_forward: g, u, then h.
 //
 //   x: (M, K), gate and up: (H, K), all K-contiguous     h: (M, H), H a multiple of 8

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import hot_split
 from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
-from ..memory import FILLING, in_rows, is_aligned
+from ..memory import H_AT_ONCE, in_rows, is_aligned
 from . import driver, inference
 from .params import HotBackwardParams, HotForwardParams, HotHiddenParams, HotRowsParams
 
@@ -133,7 +133,7 @@ def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | Non
     x: bfloat16 [M, K]; gate, up: [H, K], K a multiple of 64.
     """
     tokens, count, index = x.shape[0], gate.shape[0], x.device.index
-    if tokens < FILLING or count % _VECTOR:
+    if tokens < H_AT_ONCE or count % _VECTOR:
         return None
     x, gate, up, h = in_rows(x), in_rows(gate), in_rows(up), x.new_empty((tokens, count))
     parameters = HotHiddenParams(
