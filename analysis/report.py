@@ -265,14 +265,19 @@ def random_ids(results: Results) -> pd.DataFrame:
 
 
 def frontier(results: Results) -> pd.DataFrame:
-    """The points of figure J: ways to train a model, each trained and timed."""
+    """The points of figure J: ways to train a model, each trained and timed. Verdict: whether a sparse model's loss
+    differs from that of dense models of its time by more than the 95% interval over seeds."""
     columns = {
         "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
         "change": "loss_change_pct", "train_change": "train_loss_change_pct", "time": "forward_pct",
         "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
         "beyond": "beyond_dense_pct", "beyond_ci95": "beyond_dense_pct_ci95",
     }  # fmt: skip
-    return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
+    table = _of_points(results, frontier_points, "beyond", "beyond_high", columns)
+    if "beyond_dense_pct_ci95" in table:
+        change, half = table["beyond_dense_pct"], table["beyond_dense_pct_ci95"]
+        table["verdict"] = np.select([change < -half, change > half, change.abs() <= half], ["win", "loss", "draw"], "")
+    return table
 
 
 def narrow(results: Results) -> pd.DataFrame:

@@ -85,6 +85,18 @@ def test_seeds_are_compared_with_their_own_dense_models():
     assert (line["change"], line["change_low"], line["change_high"]) == pytest.approx((2, 2, 2))
 
 
+@pytest.mark.parametrize(
+    ("losses", "verdict"), [([3.02, 3.03, 3.04], "win"), ([3.0, 3.07, 3.15], "draw"), ([3.11, 3.12, 3.13], "loss")]
+)
+def test_a_verdict_needs_more_than_the_interval(losses, verdict):
+    seeds = [
+        arm(loss, time, neurons, seed) for seed in range(3) for loss, time, neurons in ((3.0, 10.0, 96), (3.1, 6.0, 48))
+    ]
+    seeds += [arm(loss, 7.0, 96, seed, **SPARSE) for seed, loss in enumerate(losses)]
+    table = report.frontier(results(*seeds)).set_index("kind")
+    assert table["verdict"].to_dict() == {"L1, hot neurons exempt": verdict, "dense, ReLU": ""}
+
+
 def test_without_several_dense_widths_there_is_no_frontier():
     one = results(DENSE[0], arm(3.03, 7.0, 96, **SPARSE))
     assert "dense models of several widths" in frontier(one).missing
