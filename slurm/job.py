@@ -74,7 +74,6 @@ class ItemJob(Checkpointable):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
         job = JobEnvironment()
         self.item.folder.mkdir(parents=True, exist_ok=True)
-        log.info("$ %s", self.item.command())
         if job.cluster == "slurm" and job.global_rank == 0 and (missing := scheduler.missing_clients()):
             log.warning("at its time limit or a preemption this job ends for good: %s", _without(missing))
         reports = _Reports(self.item, job)
@@ -84,6 +83,7 @@ class ItemJob(Checkpointable):
         alone = contextlib.nullcontext() if free else exclusive(self.item.folder, "item")
         try:
             with reports.failing(), alone, _stoppable(job), _not_left_alone(self.item, job):
+                log.info("$ %s", self.item.command())  # from here on signals end it
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
                 if made_from and job.global_rank == 0:
