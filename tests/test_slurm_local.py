@@ -803,7 +803,7 @@ def test_a_container_without_the_clients_of_slurm_says_so_at_once(tmp_path, slur
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match=r"stopped. Not requeued: there is no squeue here. A container needs SLURM's"):
         slurm_job()
-    assert "this job ends for good: there is no squeue here" in capsys.readouterr().err.splitlines()[1]
+    assert "this job ends for good: there is no squeue here" in capsys.readouterr().err.splitlines()[0]
     assert read_report(tmp_path / "a").state == "failed"
 
 
