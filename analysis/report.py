@@ -26,7 +26,6 @@ from analysis.render import INTERVAL
 from analysis.summary import summary
 
 MODEL = ["model", "l1", "device"]
-SAME = ["model", "l1"]
 DENSE_FORMS = {
     "dense_transformers": "transformers",
     schema.EAGER: "eager",
@@ -310,8 +309,9 @@ def sizes(results: Results) -> pd.DataFrame:
             width = np.interp(line.change, dense["change"], dense["intermediate"], left=np.nan, right=np.nan)
         same.append(width / line.intermediate * 100)
     table = own.assign(same_loss_pct=same).rename(columns={"change": "loss_change_pct"})
-    active = where(summary(results), modification="hot_exempt").sort_values("seeds").drop_duplicates(SAME, keep="last")
-    table = table.merge(active[[*SAME, "active_pct"]], on=SAME, validate="many_to_one")
+    by = ["model", "l1"]
+    active = where(summary(results), modification="hot_exempt").sort_values("seeds").drop_duplicates(by, keep="last")
+    table = table.merge(active[[*by, "active_pct"]], on=by, validate="many_to_one")
     table = table.sort_values(["l1", "intermediate"], ignore_index=True)
     columns = ["model", "l1", "seeds", "loss_change_pct", "active_pct", "same_loss_pct"]
     return table[columns].astype({"seeds": "Int64"})

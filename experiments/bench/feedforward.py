@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.bench import fp8
-from experiments.bench.options import DENSE_FORMS, FP8, OWN_DENSE
+from experiments.bench.options import DENSE_FORMS, FP8
 from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
@@ -106,7 +106,7 @@ def alternatives(
 
     Args:
         dense: which of DENSE_FORMS and FP8; dense_fused is left out of a non-gated problem, which has nothing to fuse,
-            FP8 and OWN_DENSE of training.
+            FP8 of training.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
             sorted by firing rate are for a forward only and left out of training. dense+live is the fastest of the
             forms of `dense` on the neurons that fire.
@@ -140,7 +140,7 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     found: list[Form | Absent] = [
         _dense_form(name, problem, training=training)
         for name in exact
-        if (name != "dense_fused" or problem.w_gate is not None) and not (training and name == OWN_DENSE)
+        if name != "dense_fused" or problem.w_gate is not None
     ]
     if FP8 in dense and not training:
         reason = fp8.misfit(problem)

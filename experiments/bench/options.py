@@ -15,7 +15,7 @@ from experiments.timing.options import ALL_METRICS, TimingConfig
 from experiments.timing.plans import AUTO, Name, plan_of
 from twell.names import check_name
 
-# The dense forms of a block; the fastest of them is the baseline. The last, of a forward alone, is this package's.
+# The dense forms of a block; the fastest of them is the baseline. The last is this package's.
 OWN_DENSE = "dense_twell"
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused", OWN_DENSE)
 # The single operations of `experiments.bench.single_ops`, and those of only one kind of block.

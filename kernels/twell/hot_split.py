@@ -154,9 +154,9 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
     """
     gated = hot.gate is not None
     inner = [w for w in (hot.gate, hot.up) if w is not None]
-    neurons = torch.arange(hot.up.shape[0], device=x.device)
 
     def add(x: Tensor, rest: Forward) -> Forward:
+        neurons = torch.arange(hot.up.shape[0], device=x.device)
         if steps is None:
             pre = torch.cat([F.linear(x, w) for w in inner], 1)
         else:

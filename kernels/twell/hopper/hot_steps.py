@@ -9,11 +9,11 @@ from .. import hot_split
 from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
 from ..memory import H_AT_ONCE, in_rows, is_aligned
 from . import driver, inference
+from .inference import CLUSTER, ROWS
 from .params import HotBackwardParams, HotForwardParams, HotHiddenParams, HotRowsParams
 
 _WARPS, _VECTOR = 8, 8
 _ROW_WARPS, _PADDING = 16, 256
-_ROWS, _CLUSTER = 128, 2
 _Matrices = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
 
 
@@ -137,16 +137,16 @@ def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | Non
         return None
     x, gate, up, h = in_rows(x), in_rows(gate), in_rows(up), x.new_empty((tokens, count))
     parameters = HotHiddenParams(
-        map_x=_tensor_map(x, _ROWS),
-        map_gate=_tensor_map(gate, _ROWS),
-        map_up=_tensor_map(up, _ROWS),
-        map_h=_tensor_map(h, _ROWS // 2),
+        map_x=_tensor_map(x, ROWS),
+        map_gate=_tensor_map(gate, ROWS),
+        map_up=_tensor_map(up, ROWS),
+        map_h=_tensor_map(h, ROWS // 2),
         M=tokens,
         H=count,
         K=x.shape[1],
     )
-    grid = inference.sm_count(index) // _CLUSTER * _CLUSTER
-    hidden_kernel(index, activation == RELU2).prepare(grid, driver.stream(index), parameters)()
+    launched = hidden_kernel(index, activation == RELU2)
+    launched.prepare(inference.product_grid(index), driver.stream(index), parameters)()
     return h
 
 
@@ -159,7 +159,7 @@ def hidden_macros(squared: bool) -> dict[str, int]:
     """How `hot_hidden` is compiled. A tile has as many columns of the gate as of up."""
     tile, stages = 256, 4
     # The ring of operands, the finished tile, the barriers, and room to align.
-    shared_bytes = stages * (_ROWS + tile) * 128 + _ROWS * tile + 8 * 2 * stages + 1024
+    shared_bytes = stages * (ROWS + tile) * 128 + ROWS * tile + 8 * 2 * stages + 1024
     return {"TILE": tile, "STAGES": stages, "SMEM_BYTES": shared_bytes, "SQUARED": int(squared)}
 
 
@@ -167,7 +167,7 @@ def hidden_macros(squared: bool) -> dict[str, int]:
 def hidden_kernel(device_index: int, squared: bool) -> driver.Kernel:
     macros = hidden_macros(squared)
     return driver.Kernel(
-        "hot_hidden", macros, device_index, threads=384, shared_bytes=macros["SMEM_BYTES"], cluster=_CLUSTER
+        "hot_hidden", macros, device_index, threads=384, shared_bytes=macros["SMEM_BYTES"], cluster=CLUSTER
     )
 
 

@@ -21,7 +21,8 @@ from . import driver
 from .params import GatedDownParams, GatePackParams
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
-_ROWS, _CLUSTER, _WARPS = 128, 2, 12
+ROWS, CLUSTER = 128, 2  # as in product.cuh: of a tile, and CTAs
+_WARPS = 12
 
 
 class Tiling(NamedTuple):
@@ -34,7 +35,7 @@ class Tiling(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring of operands, the finished tile, the barriers, and room to align."""
-        return self.stages * (_ROWS + self.tile) * 128 + _ROWS * self.tile * 2 + 8 * (2 * self.stages + 4) + 1024
+        return self.stages * (ROWS + self.tile) * 128 + ROWS * self.tile * 2 + 8 * (2 * self.stages + 4) + 1024
 
 
 WIDE = Tiling(tile=256, slots=32, stages=3)
@@ -163,8 +164,8 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
     x, w, neurons, block, overflow = addresses
     tokens, intermediate = layout.tokens, layout.intermediate
     parameters = GatePackParams(
-        map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
-        map_w=driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // _CLUSTER),
+        map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, ROWS),
+        map_w=driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // CLUSTER),
         words=block + 4 * layout.words,
         counts=block + 4 * layout.counts,
         spilled=block + 4 * layout.spilled,
@@ -184,10 +185,9 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
 def _gate_plan(
     tokens: int, intermediate: int, device_index: int, tiling: Tiling | None
 ) -> tuple[driver.Kernel, Layout, int]:
-    """(kernel, layout of the result, CTAs: one an SM, in whole clusters)."""
-    grid = sm_count(device_index) // _CLUSTER * _CLUSTER
+    """(kernel, layout of the result, CTAs)."""
     tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
-    return gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), grid
+    return gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), product_grid(device_index)
 
 
 def gated_down(
@@ -305,7 +305,7 @@ def _down_plan(
 
 def tiling_for(tokens: int, intermediate: int, sm_count: int) -> Tiling:
     """Wide tiles, unless every narrow one has an idle SM."""
-    narrow_tiles = -(-tokens // (_ROWS * _CLUSTER)) * _CLUSTER * -(-intermediate // NARROW.tile)
+    narrow_tiles = -(-tokens // (ROWS * CLUSTER)) * CLUSTER * -(-intermediate // NARROW.tile)
     return NARROW if narrow_tiles <= sm_count else WIDE
 
 
@@ -331,11 +331,16 @@ def sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def product_grid(device_index: int) -> int:
+    """CTAs of a kernel with the loop of product.cuh: one an SM, in whole clusters."""
+    return sm_count(device_index) // CLUSTER * CLUSTER
+
+
 @functools.cache
 def gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
     return driver.Kernel(
-        "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=_CLUSTER
+        "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=CLUSTER
     )
 
 
