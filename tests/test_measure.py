@@ -74,13 +74,34 @@ def test_what_a_call_uses_up_is_made_outside_the_timing():
 
     used = []
     consumer = Consumer(make, used.append)
-    meter = SteppingMeter()
-    timing = time_alternatives({"a": consumer}, CPU, meter, seconds=0.05, rounds=2)["a"]
+    timing = time_alternatives({"a": consumer}, CPU, NO_METER, seconds=0.05, rounds=2)["a"]
     assert used == made, "each is used once"
     assert timing.time().value < 5
-    assert "uses up" in timing.energy(tokens=1).missing
     consumer()
     assert used == made
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_the_energy_of_what_uses_something_up_is_without_that_of_making_it(monkeypatch):
+    joules = 0.0
+
+    def burn(seconds, watts):
+        nonlocal joules
+        time.sleep(seconds)
+        joules += seconds * watts
+
+    class ExactSlope(nullcontext):
+        def __enter__(self):
+            self.start, self.before = time.perf_counter(), joules
+
+        def watts(self):
+            return (joules - self.before) / (time.perf_counter() - self.start)
+
+    monkeypatch.setattr(measure, "PowerSlope", ExactSlope)
+    consumer = Consumer(lambda: burn(0.003, 300.0), lambda made: burn(0.002, 700.0))
+    timing = time_alternatives({"a": consumer}, CPU, SteppingMeter(), seconds=0.1, rounds=2)["a"]
+    assert timing.time().value == pytest.approx(2.0, rel=0.01)
+    assert timing.energy(tokens=10).value == pytest.approx(700.0 * 2.0 / 10, rel=0.01)
 
 
 @pytest.mark.usefixtures("own_clock")

@@ -41,7 +41,7 @@ class Consumer:
     """A call that uses up its input: `make` makes a new one before each `use`, and only `use` is timed.
 
     On CUDA the loop goes on without a pause, so `use` runs right behind `make`, as it does in earnest. Energy is that
-    of both, so there is none of `use` alone; memory is counted with what `make` made.
+    of both, less that of `make` in a loop of its own; memory is counted with what `make` made.
     """
 
     make: Callable[[], Any]
@@ -166,18 +166,37 @@ def time_alternatives(
     if not calls or rounds < 1:
         raise ValueError(f"need at least one call and one round, got {len(calls)} calls and {rounds} rounds")
     loop = _loop_cuda if device.type == "cuda" else _loop_host
-    timings = {name: Timing(no_energy=_no_energy(call, meter)) for name, call in calls.items()}
+    no_energy = meter.reason if isinstance(meter, Unavailable) else ""
+    timings = {name: Timing(no_energy=no_energy) for name in calls}
+
+    def measured(call: Call) -> tuple[list[float], float | None]:
+        """Milliseconds of the calls of a loop that has settled, and its mean power in watts if it can be told."""
+        loop(call, settle_seconds, device)
+        slope = None if isinstance(meter, Unavailable) else PowerSlope(meter)
+        with slope or contextlib.nullcontext():
+            durations = loop(call, seconds / rounds, device)
+        return durations, None if slope is None else slope.watts()
+
+    def power_of_use(call: Consumer, durations: list[float]) -> float | None:
+        """Watts of `use`, with its milliseconds: from the energy of both parts less that of `make`."""
+        both, make = (measured(part) for part in (call.__call__, call.make))
+        if both[1] is None or make[1] is None:
+            return None
+        joules = both[1] * numpy.mean(both[0]) - make[1] * numpy.mean(make[0])
+        return float(joules / numpy.mean(durations))
+
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             _give_cached_memory_back(device)
-            loop(calls[name], settle_seconds, device)
-            slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
-            with slope or contextlib.nullcontext():
-                durations = loop(calls[name], seconds / rounds, device)
-            count = call.count if isinstance(call := calls[name], Repeated) else 1
-            timings[name].milliseconds += [duration / count for duration in durations]
-            if slope is not None and (watts := slope.watts()) is not None:
+            call = calls[name]
+            durations, watts = measured(call)
+            if isinstance(call, Consumer) and watts is not None:
+                watts = power_of_use(call, durations)
+            timings[name].milliseconds += [
+                each / (call.count if isinstance(call, Repeated) else 1) for each in durations
+            ]
+            if watts is not None:
                 timings[name].watts.append(watts)
     return timings
 
@@ -187,13 +206,6 @@ def _give_cached_memory_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:
-    """Why the energy of a call cannot be measured; empty if it can."""
-    if isinstance(meter, Unavailable):
-        return meter.reason
-    return "the loop also makes what the call uses up" if isinstance(call, Consumer) else ""
 
 
 def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
