@@ -267,8 +267,8 @@ def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monke
 
 def test_parameters_are_packed_as_c_lays_them_out():
     expected = params.layout("gate_pack")
-    assert expected.size == expected.packer.size == 320
+    assert expected.size == expected.packer.size == 384
     assert expected.fields["counts"] == (264, 8)
-    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 10))
+    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 14))
     packed = params.pack("gate_pack", values)
-    assert struct.unpack_from("<6Q3i", packed, 256) == tuple(range(1, 10))
+    assert struct.unpack_from("<8Q5i", packed, 256) == tuple(range(1, 14))

@@ -53,8 +53,8 @@ class Kernels(NamedTuple):
     gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
-    screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if these
-        are too few.
+    screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
+        these are too few.
 
     squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """

@@ -45,8 +45,8 @@ NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
 class Switches(NamedTuple):
-    """What `gated_down` is compiled for: its macros, in capitals. weighted: neurons have weights in the L1 term; screened:
-    some entries of the packed gate are only marked."""
+    """What `gated_down` is compiled for: its macros, in capitals. weighted: neurons have weights in the L1 term;
+    screened: some entries of the packed gate are only marked."""
 
     gated: bool
     squared: bool

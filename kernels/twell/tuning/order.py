@@ -66,11 +66,11 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. The plan's hot and screened ones are reset. Other data
-    that are indexed by neuron, such as `l1_weight` and an optimizer's state, must be reordered by the caller, so order a block
-    before you create its optimizer; and weights that another module uses too must not be reordered, which a block
-    cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for weights that
-    are not separate, plain parameters.
+    order: int64 [N], a permutation, on the weights' device. The plan's hot and screened neurons are reset. Other data
+    that are indexed by neuron, such as `l1_weight` and an optimizer's state, must be reordered by the caller, so order
+    a block before you create its optimizer; and weights that another module uses too must not be reordered, which a
+    block cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for
+    weights that are not separate, plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
