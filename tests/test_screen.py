@@ -5,18 +5,12 @@ import dataclasses
 import pytest
 import torch
 from calls import make_block, plan_with
-from test_autotune import HIDDEN, NEURONS, Reset, a_block
-from test_launch_cache import launched  # noqa: F401
 
-from twell import Plan, autotune, registry
-from twell.backends import hopper
+from twell import Plan
 from twell.gpu.adapter import Kernels, functions
-from twell.hopper import params
-from twell.hopper.screen import TILE, screen
 from twell.interface import HotSteps, Options, Weights
 from twell.memory import H_AT_ONCE
 from twell.testing import make_problem
-from twell.tuning import Form, forward
 
 INF, NAN = float("inf"), float("nan")
 
@@ -142,61 +136,3 @@ def test_which_calls_are_screened(tokens, gated, stats, cold, wanted):
     options = Options(stats, False, screened=5)
     forward(torch.ones(tokens, 4), weights if gated else weights._replace(gate=None), options, cold)
     assert asked == [wanted]
-
-
-@pytest.mark.parametrize(("count", "first"), [(300, 512), (776, 0), (7, None)])
-def test_both_products_write_their_tiles_of_one_result(launched, count, first):  # noqa: F811
-    p = make_problem(H_AT_ONCE, 192, 776, 8, dtype=torch.bfloat16)
-    weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
-    hopper.BACKEND.forward(p.x, weights, Options(stats=False, training=False, screened=count))
-    names = [one[0] for one in launched]
-    packs = [params.GatePackParams(*one[4:]) for one in launched if one[0] == "gate_pack"]
-    screens = [dict(one[1])["SCREEN"] for one in launched if one[0] == "gate_pack"]
-    assert dict(launched[-1][1])["SCREENED"] == (first is not None)
-    assert {(pack.words, pack.counts, pack.spilled, pack.tiles, pack.M) for pack in packs} == {
-        (packs[0].words, packs[0].counts, packs[0].spilled, 4, H_AT_ONCE)
-    }
-    if first is None:
-        assert names == ["gate_pack", "gated_down"]
-        return
-    assert names == ["quantise", *["gate_pack"] * (first > 0), "quantise", "gate_pack", "gated_down"]
-    assert screens == [0, 1][first == 0 :]
-    last = packs[-1]
-    assert (last.first_tile, last.N, last.K) == (first // TILE, 776 - first, 96)
-    assert [pack.N for pack in packs[:-1]] == [first] * (first > 0)
-    assert params.GatedDownParams(*launched[-1][4:]).gate == p.w_gate.data_ptr()
-
-
-def test_channels_are_scaled_by_powers_of_two(launched):  # noqa: F811
-    p = make_problem(600, 64, 776, 8, dtype=torch.bfloat16)
-    p.x[:, 3] *= 2.0**10
-    p.x[:, 5], p.w_gate[:, 6], p.x[:, 7], p.w_gate[:, 7] = 0, 0, 0, 0
-    found = screen(p.x, Weights(p.w_gate, p.w_up, p.w_up), 400)
-    assert found.factors.log2().frac().eq(0).all()
-    usual = found.factors.median()
-    assert found.factors[3] == usual / 2**5
-    assert (found.factors[5], found.factors[6], found.factors[7]) == (2.0**16, 2.0**-16, 1)
-
-
-def test_autotune_tries_them_on_a_backend_that_can(backends, monkeypatch):
-    backends(quick=lambda nonzeros, neurons: nonzeros / 4)
-    plain, get = registry.get("quick"), registry.get
-    asked = []
-
-    def forward_screened(x, weights, options):
-        asked.append(options.screened)
-        return plain.forward(x, weights, options)
-
-    quick = dataclasses.replace(plain, screens=True, forward=forward_screened)
-    monkeypatch.setattr(registry, "get", lambda name: quick if name == "quick" else get(name))
-    monkeypatch.setattr(forward, "H_AT_ONCE", 1000)
-    monkeypatch.setattr(forward, "LEAST_SCREENED", 200)
-    rates = torch.zeros(NEURONS)
-    rates[-200:] = 0.05
-    x = torch.zeros(1000, HIDDEN)
-    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
-    model = torch.nn.Sequential(Reset(a_block(rates))).eval()
-    (choice,) = autotune(model, torch.zeros(1), backends=["quick"])
-    assert set(asked) == {0, NEURONS - 200}
-    assert Form("quick", screened=True) in choice.milliseconds
-    assert choice.plan == model[0].block.plan

@@ -93,7 +93,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
-                if left == {} and kernels.screen is not None and options.screened and _screens(x, weights):
+                if cold is None and kernels.screen is not None and options.screened and _screens(x, weights):
                     left = {"screen": kernels.screen(x, weights, options.screened)}
                 for piece, out in in_pieces(x, y_MK):  # no name for a packed gate, which would outlive its piece
                     kernels.gated_down(

@@ -79,7 +79,7 @@ def choose(
 def screened(milliseconds: dict[Plan, float], rare: int, block: SparseFeedForward, x: Tensor) -> list[Plan]:
     """The plans to try that screen the `rare` last of sorted neurons: of each backend that can, the fastest of those
     measured without hot neurons by index, and the one without hot neurons."""
-    if not block.gated or rare < LEAST_SCREENED or x.shape[:-1].numel() < H_AT_ONCE:
+    if not block.gated or block.keep_stats or rare < LEAST_SCREENED or x.shape[:-1].numel() < H_AT_ONCE:
         return []
     found = []
     for name in {plan.backend for plan in milliseconds if registry.get(plan.backend).screens}:
