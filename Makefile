@@ -12,7 +12,7 @@ CUDA_SOURCES := $(wildcard kernels/twell/hopper/*.cu kernels/twell/hopper/*.cuh)
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 UNCACHED := sparse_backends sparse_training hopper few_tokens triton_kernels dense_activation
-SANITIZED := gate_pack gated_down few_gate few_down transpose token_gradients weight_gradients hot_forward \
+SANITIZED := quantise gate_pack gated_down few_gate few_down transpose token_gradients weight_gradients hot_forward \
   hot_hidden hot_backward mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
 # Processes that run tests, each a file at a time; auto: one more than there are cores. 0: all in this process.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from twell import FFNStats, Plan, SparseFeedForward, sparse_ffn
 
-OF_PLANS = ("backend", "hot", "up_to", "capacity", "backup")
+OF_PLANS = ("backend", "hot", "up_to", "capacity", "backup", "screened")
 OF_BLOCKS = ("activation", "keep_stats", "device", "dtype")
 
 

@@ -1,15 +1,16 @@
 """`autotune`: every block gets the fastest alternative for its own input. With backends that take as long as they are
 told, in place of a GPU."""
 
+import dataclasses
 import time
 
 import pytest
 import torch
 from calls import make_block
 
-from twell import Plan, SparseFeedForward, autotune
+from twell import Plan, SparseFeedForward, autotune, registry
 from twell.registry import BackendUnavailable
-from twell.tuning import Choice, Form, Tuning
+from twell.tuning import Choice, Form, Tuning, forward
 from twell.tuning.forward import contenders
 from twell.tuning.timing import sustained_times
 
@@ -72,6 +73,28 @@ def test_hot_neurons_are_an_alternative(backends):
     assert choice.plan == Plan("quick", tuple(range(128)), choice.plan.up_to)
     hot = choice.milliseconds[Form("quick", hot=True)]
     assert hot < choice.milliseconds[DENSE] < 60 < choice.milliseconds[QUICK]
+
+
+def test_autotune_tries_them_on_a_backend_that_can(backends, monkeypatch):
+    backends(quick=lambda nonzeros, neurons: nonzeros / 4)
+    plain, get = registry.get("quick"), registry.get
+    asked = []
+
+    def forward_screened(x, weights, options):
+        asked.append(options.screened)
+        return plain.forward(x, weights, options)
+
+    quick = dataclasses.replace(plain, screens=True, forward=forward_screened)
+    monkeypatch.setattr(registry, "get", lambda name: quick if name == "quick" else get(name))
+    monkeypatch.setattr(forward, "H_AT_ONCE", 1000)
+    monkeypatch.setattr(forward, "LEAST_SCREENED", 200)
+    rates = torch.zeros(NEURONS)
+    rates[-200:] = 0.05
+    built = model(rates)
+    (choice,) = autotune(built, torch.zeros(1), backends=["quick"])
+    assert set(asked) == {0, NEURONS - 200}
+    assert Form("quick", screened=True) in choice.milliseconds
+    assert choice.plan == built[0].block.plan
 
 
 def test_dense_where_nothing_else_can():

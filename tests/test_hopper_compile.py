@@ -13,7 +13,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from twell.backends import hopper  # noqa: E402
-from twell.hopper import backward, compiler, few, hot_steps, inference, params  # noqa: E402
+from twell.hopper import backward, compiler, few, hot_steps, inference, params, screen  # noqa: E402
 from twell.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -24,13 +24,26 @@ def spilled_bytes(log: str) -> int:
     return max(map(int, found))
 
 
-@pytest.mark.parametrize("tiling", [inference.WIDE, inference.NARROW])
-def test_gate_pack(tiling):
-    macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
-    cubin, log = compiler.compile_source("gate_pack", macros)
+@pytest.mark.parametrize(
+    ("tiling", "screen"), [(inference.WIDE, False), (inference.NARROW, False), (inference.WIDE, True)]
+)
+def test_gate_pack(tiling, screen):
+    cubin, log = compiler.compile_source("gate_pack", inference.gate_pack_macros(tiling, screen))
     assert cubin.startswith(b"\x7fELF")
     assert spilled_bytes(log) == 0
     assert tiling.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("hidden", [64, 2048, 5120])
+def test_quantise(hidden):
+    assert spilled_bytes(compiler.compile_source("quantise", screen.quantise_macros(hidden))[1]) == 0
+
+
+@pytest.mark.parametrize("hidden", [64, 2048, *(pytest.param(size, marks=pytest.mark.slow) for size in (2112, 4096))])
+def test_gated_down_of_screened_neurons(hidden):
+    macros = {"K": hidden, "PARTS": 1, "WARPS": 12, "TILE": 256, "SLOTS": 32}
+    log = compiler.compile_source("gated_down", macros | inference.Switches(True, False, screened=True).macros())[1]
+    assert spilled_bytes(log) <= 64
 
 
 def mostly_slow(cases, *fast):
@@ -131,6 +144,7 @@ TINY = {
     "STATS": 0,
     "SAVE": 0,
     "WEIGHTED": 0,
+    "SCREENED": 0,
     "WARPS": 12,
     "TILE": 128,
     "SLOTS": 16,
@@ -253,8 +267,8 @@ def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monke
 
 def test_parameters_are_packed_as_c_lays_them_out():
     expected = params.layout("gate_pack")
-    assert expected.size == expected.packer.size == 320
+    assert expected.size == expected.packer.size == 384
     assert expected.fields["counts"] == (264, 8)
-    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 10))
+    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 14))
     packed = params.pack("gate_pack", values)
-    assert struct.unpack_from("<6Q3i", packed, 256) == tuple(range(1, 10))
+    assert struct.unpack_from("<8Q5i", packed, 256) == tuple(range(1, 14))

@@ -86,7 +86,7 @@ def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
     leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu")
+    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu", 0)
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
@@ -96,7 +96,7 @@ def test_opcheck(gated, activation):
     problem, hot = make(gated, torch.float32), torch.tensor([1, 5, 30])
     leaves = [t if t is None else t.clone().requires_grad_() for t in problem]
     for inputs, training in ((problem, False), (leaves, True)):
-        torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation))
+        torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation, 0))
 
 
 def test_the_block_takes_them_along():

@@ -12,8 +12,10 @@ from torch.func import vmap
 from twell import launch_cache, memory, registry
 from twell.backends import hopper
 from twell.hopper import driver, few, hot_steps, inference, params
+from twell.hopper.screen import TILE, screen
 from twell.interface import Options, Request, Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.memory import H_AT_ONCE
 from twell.testing import make_problem, plain_ffn
 
 REPEATED = {"backend": "reference", "stats": False}
@@ -246,6 +248,40 @@ def test_pieces_write_their_rows_of_y(launched, monkeypatch, tokens):
     launched.clear()
     hopper.BACKEND.forward(*given, Options(stats=True, training=False))
     assert [params.GatedDownParams(*one[4:]).M for one in launched if one[0] == "gated_down"] == [tokens]
+
+
+@pytest.mark.parametrize(("count", "first"), [(300, 512), (776, 0), (7, None)])
+def test_both_products_write_their_tiles_of_one_result(launched, count, first):
+    p = make_problem(H_AT_ONCE, 192, 776, 8, dtype=torch.bfloat16)
+    weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
+    hopper.BACKEND.forward(p.x, weights, Options(stats=False, training=False, screened=count))
+    names = [one[0] for one in launched]
+    packs = [params.GatePackParams(*one[4:]) for one in launched if one[0] == "gate_pack"]
+    screens = [dict(one[1])["SCREEN"] for one in launched if one[0] == "gate_pack"]
+    assert dict(launched[-1][1])["SCREENED"] == (first is not None)
+    assert {(pack.words, pack.counts, pack.spilled, pack.tiles, pack.M) for pack in packs} == {
+        (packs[0].words, packs[0].counts, packs[0].spilled, 4, H_AT_ONCE)
+    }
+    if first is None:
+        assert names == ["gate_pack", "gated_down"]
+        return
+    assert names == ["quantise", *["gate_pack"] * (first > 0), "quantise", "gate_pack", "gated_down"]
+    assert screens == [0, 1][first == 0 :]
+    last = packs[-1]
+    assert (last.first_tile, last.N, last.K) == (first // TILE, 776 - first, 96)
+    assert [pack.N for pack in packs[:-1]] == [first] * (first > 0)
+    assert params.GatedDownParams(*launched[-1][4:]).gate == p.w_gate.data_ptr()
+
+
+def test_channels_are_scaled_by_powers_of_two(launched):
+    p = make_problem(600, 64, 776, 8, dtype=torch.bfloat16)
+    p.x[:, 3] *= 2.0**10
+    p.x[:, 5], p.w_gate[:, 6], p.x[:, 7], p.w_gate[:, 7] = 0, 0, 0, 0
+    found = screen(p.x, Weights(p.w_gate, p.w_up, p.w_up), 400)
+    assert found.factors.log2().frac().eq(0).all()
+    usual = found.factors.median()
+    assert found.factors[3] == usual / 2**5
+    assert (found.factors[5], found.factors[6], found.factors[7]) == (2.0**16, 2.0**-16, 1)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -93,7 +93,7 @@ def test_settings_take_effect_and_are_checked(block):
         ({"hot": [1, 1]}, "distinct neurons"),
         ({"hot": -1}, "hot must be"),
         ({"hot": 41}, "40 neurons, got 41"),
-        ({"speed": 3}, "has the fields backend, hot, up_to, capacity, backup, got 'speed'"),
+        ({"speed": 3}, "has the fields backend, hot, up_to, capacity, backup, screened, got 'speed'"),
         (7, "a Plan or a backend's name, got 7"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -46,14 +46,15 @@ class Cold(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a forward is to be computed; see `sparse_ffn` for the last three, of which the first two only matter in
-    training."""
+    """How a forward is to be computed; see `Plan` for capacity, backup (both in training only) and screened, and
+    `sparse_ffn` for the activation."""
 
     stats: bool
     training: bool  # a backward may follow
     capacity: int = 0
     backup: float = 0.0
     activation: str = RELU
+    screened: int = 0
 
 
 class Gradients(NamedTuple):
@@ -164,6 +165,7 @@ class Backend:
         returning None must be cheap. For backends whose launches take longer on the host than on the device.
     reads_saved_only(saved) -> whether the backward reads the weights of saved entries only, so that hot rows need not
         be zero for it. Omitted if it never does.
+    screens: whether it has a faster way for `Options.screened` neurons.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
     kernels(request) -> the kernels of forwards without statistics, of any number of tokens: by a key, a call that
@@ -180,6 +182,7 @@ class Backend:
     backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # the cost is per non-zero, so dense products are cheaper for hot neurons
+    screens: bool = False
     hot: HotSteps | None = None
     prepare: Callable[[Tensor, Weights, str], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None

@@ -257,7 +257,8 @@ class SparseFeedForward(nn.Module):
 
     def _forget_neurons(self) -> None:
         """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
-        self._plan, self._hot, self._order = replace(self._plan, hot=0), None, None
+        plain = replace(self._plan, hot=0, screened=0)
+        self._plan, self._hot, self._order = plain, None, None
 
     @property
     def gated(self) -> bool:

@@ -29,7 +29,7 @@ from .checks import (
 )
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
-from .memory import neuron_major
+from .memory import H_AT_ONCE, neuron_major
 from .plan import CAPACITY, Plan, refuse_earlier
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def compute(inputs: Inputs, call: Call) -> tuple[Tensor, FFNStats | None]:
     else:
         key = None
     check_problem(*inputs)
-    if call.plan.leading:
+    if call.plan.of_sorted:
         call.plan.check_fits(inputs[2].shape[0])
     if call.stats and call.l1_weight is not None:
         check_l1_weight(call.l1_weight, inputs[2])
@@ -184,8 +184,11 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         check_problem(x, w_gate, w_up, w_down)
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    if plan.hot and not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
+    tokens = math.prod(x.shape[:-1])
+    if plan.hot and not registry.needs_no_hot(backend, tokens, w_up.shape[1]):
         return None, None
+    if plan.screened and tokens >= H_AT_ONCE:
+        return None, None  # takes longer on the device than on the host
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
     return (None, key) if prepared is None else (prepared.run(x), None)
@@ -208,7 +211,7 @@ def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FF
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
         launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
-    options = Options(call.stats, training, call.capacity, plan.backup, call.activation)
+    options = Options(call.stats, training, call.capacity, plan.backup, call.activation, plan.screened)
     whole = x if x.ndim == 2 else x.reshape(tokens, hidden), w_gate, w_up, w_down
     l1_weight = None
     if call.stats and call.l1_weight is not None:
@@ -250,7 +253,8 @@ def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_we
     x, w_gate, w_up, w_down = inputs
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
-    y, rest = compute(others, Call(Plan.of(name), options.activation, options.stats, l1_weight=of_others))
+    plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)
+    y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
     whole = Forward(y, None, None, None, None)
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
@@ -323,7 +327,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, Tensor? l1_weight,"
-    " str backend, bool stats, bool training, int capacity, float backup, str activation)"
+    " str backend, bool stats, bool training, int capacity, float backup, str activation, int screened)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -376,8 +380,10 @@ def _forward(
     capacity: int,
     backup: float,
     activation: str,
+    screened: int,
 ) -> tuple[Any, ...]:
-    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
+    inputs = x, w_gate, w_up, w_down
+    options = Options(stats, training, capacity, backup, activation, screened)
     return _as_outputs(_computed(backend, inputs, hot, l1_weight, options), x, w_up, stats)
 
 
@@ -398,6 +404,7 @@ def _forward_fake(
     capacity: int,
     backup: float,
     activation: str,
+    screened: int,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
     weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
@@ -409,7 +416,7 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    *tensors, ctx.backend, stats, _, _, _, ctx.activation = inputs
+    *tensors, ctx.backend, stats, _, _, _, ctx.activation, _ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
@@ -418,7 +425,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> No
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 8
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 9
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:

@@ -35,6 +35,9 @@ class Plan:
         number: so many leading ones, of neurons sorted by firing rate, whose weights are slices. A tuple: distinct
         neurons, whose weights are copied in each call: for trainings, where an optimizer has a state by neuron
         and neurons cannot be sorted.
+    screened: so many trailing neurons, of neurons sorted by firing rate, fire so rarely that a bound of their gate
+        products rules most entries out. For calls of a gated block for y alone, with at least 8,192 tokens, on a
+        backend that can ("hopper", in int8); others compute all neurons alike.
     up_to: ((tokens, backend), ...), ascending: the backends of calls with at most so many tokens, where it is not
         `backend`. Programs that torch.export made for any number of tokens use `backend` alone.
     capacity: the non-zeros per token (mean over the tokens) that a sparse call with gradients can save. With more,
@@ -51,6 +54,7 @@ class Plan:
     up_to: tuple[tuple[int, str], ...] = ()
     capacity: int | None = None
     backup: float = 0.0
+    screened: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.backend)
@@ -63,6 +67,10 @@ class Plan:
         if type(self.backup) not in (int, float) or not 0 <= self.backup <= 1:
             raise ValueError(f"backup must be a share of the tokens from 0 to 1, got {self.backup!r}")
         set_field(self, "backup", float(self.backup))
+        if type(self.screened) is not int or self.screened < 0:
+            raise ValueError(f"screened must be a number of trailing neurons, got {self.screened!r}")
+        if self.screened and self.indices:
+            raise ValueError("screened neurons are sorted, with hot ones in front: hot must be a number, got indices")
 
     @classmethod
     def of(cls, plan: "Plan | str | Mapping[str, Any]") -> "Plan":
@@ -74,7 +82,7 @@ class Plan:
             return _NAMED[plan] if plan in _NAMED else cls(plan)
         if not isinstance(plan, Mapping):
             raise TypeError(f"plan must be a Plan or a backend's name, got {reprlib.repr(plan)}")
-        fields = ("backend", "hot", "up_to", "capacity", "backup")
+        fields = ("backend", "hot", "up_to", "capacity", "backup", "screened")
         for name in plan:
             if name not in fields:
                 raise ValueError(f"a plan has the fields {', '.join(fields)}, got {name!r}")
@@ -107,12 +115,22 @@ class Plan:
         return () if isinstance(self.hot, int) else self.hot
 
     @property
+    def of_sorted(self) -> bool:
+        """Whether it is for neurons sorted by firing rate."""
+        return bool(self.leading or self.screened)
+
+    @property
     def hot_count(self) -> int:
         """The number of hot neurons."""
         return self.leading + len(self.indices)
 
     def check_fits(self, neurons: int) -> None:
-        """Raises ValueError if a block with so many neurons has not all of the hot ones."""
+        """Raises ValueError if a block with so many neurons has not all of the hot ones and, beside them, the screened
+        ones."""
+        if self.leading + self.screened > neurons >= self.leading:
+            raise ValueError(
+                f"screened must be at most the {neurons - self.leading} neurons that are not hot, got {self.screened}"
+            )
         if max((self.leading, *(neuron + 1 for neuron in self.indices))) > neurons:
             raise ValueError(f"hot must name some of the block's {neurons} neurons, got {reprlib.repr(self.hot)}")
 
@@ -120,6 +138,8 @@ class Plan:
         parts = [self.backend, *(f"{name} up to {most} tokens" for most, name in self.up_to)]
         if self.hot_count:
             parts.append(f"{self.hot_count} hot neurons{' by index' if self.indices else ''}")
+        if self.screened:
+            parts.append(f"{self.screened} screened neurons")
         if self.capacity is not None:
             parts.append(f"capacity {self.capacity}")
         if self.backup:

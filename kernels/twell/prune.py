@@ -159,8 +159,9 @@ def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:
     plan, l1_weight = block.plan, block.l1_weight
     place = {int(neuron): index for index, neuron in enumerate(kept.tolist())}
     leading = sum(neuron < plan.leading for neuron in place)
+    screened = sum(neuron >= len(block.up_proj.weight) - plan.screened for neuron in place)
     indices = tuple(place[neuron] for neuron in plan.indices if neuron in place)
-    block.plan, block.l1_weight, block._order = replace(plan, hot=0), None, None
+    block.plan, block.l1_weight, block._order = replace(plan, hot=0, screened=0), None, None
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         for linear in (block.gate_proj, block.up_proj, block.down_proj):
             if linear is None:
@@ -171,7 +172,7 @@ def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:
                 rows = neuron_major(rows)
             linear.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
             linear.out_features, linear.in_features = rows.shape
-        block.plan = replace(plan, hot=indices or leading)
+        block.plan = replace(plan, hot=indices or leading, screened=screened)
         if l1_weight is not None:
             block.l1_weight = l1_weight[kept]
 

@@ -5,7 +5,7 @@ import torch
 from calls import run_ffn
 
 from twell import hot_split
-from twell.hopper import hot_steps, inference
+from twell.hopper import hot_steps, inference, screen
 from twell.interface import Forward, Gradients, Weights
 from twell.memory import neuron_major
 from twell.testing import check, make_problem, relative_error
@@ -117,6 +117,82 @@ def test_many_tokens_without_statistics_give_what_they_give_with_them(hot):
     p = make_problem(8192, 64, 776, 20.0, device=CUDA)
     wanted, _ = run_ffn(*p, backend="hopper", hot=hot)
     assert relative_error(run_ffn(*p, backend="hopper", hot=hot, stats=False)[0], wanted) < 2**-8
+
+
+def _screened_and_plain(x, weights, hot, screened, activation="relu"):
+    """y of a plan that screens so many neurons, and of one that screens none."""
+    operands, plain = (x, *weights[:2], weights[2].t()), {"backend": "hopper", "stats": False, "hot": hot}
+    with torch.no_grad():
+        y, _ = run_ffn(*operands, activation=activation, screened=screened, **plain)
+        return y, run_ffn(*operands, activation=activation, **plain)[0]
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(("hot", "screened"), [(0, 776), (0, 300), (136, 400), (136, 640)])
+@pytest.mark.parametrize("hidden", [64, 192, 2048, 2112])
+@pytest.mark.parametrize("tokens", [8192, 8192 + 77, 40_000])
+def test_screened_neurons(tokens, hidden, hot, screened, activation):
+    """Of whole numbers, whose products are exact in any order: to the bit the plan's without them (sums of squares are
+    not). Nearly half of the neurons fire, so that tiles overflow; others miss it by nothing."""
+    g = torch.Generator(CUDA).manual_seed(0)
+    x, gate, up, down = (
+        torch.randint(-1, 2, (rows, hidden), generator=g, device=CUDA).bfloat16() for rows in (tokens, 776, 776, 776)
+    )
+    gate[:, ::3] *= torch.rand((776, 1), generator=g, device=CUDA) < 0.5
+    gate[300:400] = x[1000:1100]
+    gate[400:500] = -x[2000:2100]
+    gate[500:520] = 0
+    x[40:50] = 0
+    few = torch.arange(hidden, device=CUDA) < 64
+    up, down = up * few, down * few
+    x[77, 3], x[-1, 5], x[300, hidden - 1] = float("nan"), float("inf"), -float("inf")
+    y, wanted = _screened_and_plain(x, (gate, up, down), hot, screened, activation)
+    most = 0 if activation == "relu" else 2**-7 * wanted[:77].abs().max().item()
+    torch.testing.assert_close(y, wanted, rtol=2**-7 if most else 0, atol=most, equal_nan=True)
+    assert y[:77].isfinite().all()
+    assert y[[77, -1, 300]].isnan().all()
+
+
+@pytest.mark.parametrize("hot", [0, 128])
+@pytest.mark.parametrize("tokens", [8192 + 77, 40_000])
+def test_screened_neurons_are_as_near_as_others(tokens, hot):
+    """Outlier channels, tiny and huge rows; and neurons that all fire, so that tiles overflow."""
+    p = make_problem(tokens, 2048, 2816, 30.0, device=CUDA)
+    x, gate, up, down = p.x, p.w_gate, p.w_up, p.w_down.t().contiguous()
+    x[:, 7] *= 300
+    gate[:, 7] /= 300
+    x[50:60] *= 2.0**-126
+    x[60:70] *= 2.0**100
+    gate[1000:1010] *= 2.0**-110
+    gate[1100:1400] = gate[1100:1400].abs() * x[5].sign()  # all fire for token 5
+    y, wanted = _screened_and_plain(x, (gate, up, down), hot, 2560)
+    rows = torch.cat((torch.arange(50), torch.arange(70, tokens))).to(CUDA)
+    assert relative_error(y[rows], wanted[rows]) < 2**-8
+    torch.testing.assert_close(y[5], wanted[5], rtol=0.05, atol=0.02 * float(wanted[5].float().abs().max()))
+    torch.testing.assert_close(y[50:60], wanted[50:60], rtol=0.05, atol=2.0**-120, equal_nan=True)
+
+
+def test_what_is_screened_out_does_not_fire():
+    """Rows at right angles to x but for a rounding: exactly those are used whose product in float32 is positive."""
+    tokens, hidden, neurons = 8192, 2048, 512
+    g = torch.Generator(CUDA).manual_seed(0)
+    x, w = (torch.randn((rows, hidden), generator=g, device=CUDA) for rows in (tokens, neurons))
+    w -= (w * x[:neurons]).sum(1, keepdim=True) / x[:neurons].square().sum(1, keepdim=True) * x[:neurons]
+    x, w = x.bfloat16(), w.bfloat16()
+    weights = Weights(w, w, w)
+    packed = inference.gate_pack(x, weights, stats=False, screen=screen.screen(x, weights, neurons))
+    lanes = packed.words.view(torch.int16).view(tokens, 2, -1, 2)
+    exact = x.double() @ w.double().t()
+    kept = torch.arange(packed.words.shape[-1], device=CUDA) < packed.counts[..., None]
+    for tile in range(2):
+        fits = packed.counts[:, tile] <= packed.words.shape[-1]
+        marked = torch.zeros(tokens, neurons, dtype=torch.bool, device=CUDA)
+        rows, slots = (kept[:, tile] & fits[:, None]).nonzero(as_tuple=True)
+        marked[rows, lanes[rows, tile, slots, 0].long()] = True
+        part = slice(256 * tile, 256 * tile + 256)
+        assert marked[fits][:, part][exact[fits][:, part] > 0].all()
+        dense = packed.spilled[~fits, tile].view(torch.int16)
+        assert (dense[exact[~fits][:, part] > 0] == -(2**15)).all()
 
 
 def test_neurons_that_do_not_exist_are_not_marked():

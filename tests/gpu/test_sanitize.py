@@ -140,6 +140,19 @@ def test_a_prefix_of_hot_neurons(backend, tokens):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("screened", [300, INTERMEDIATE - 136])
+def test_screened_neurons(backend, screened):
+    problem = make_problem(8200, 64, INTERMEDIATE, 20.0)
+    problem.x[3, 5] = float("inf")
+    there = [t.to(CUDA) for t in problem]
+    wanted = on_gpu(backend)(*problem)[0]
+    for hot in (0, 136):
+        y = run_ffn(*there, backend=backend, stats=False, hot=hot, screened=screened)[0].cpu()
+        assert y[3].isnan().all()
+        assert relative_error(torch.cat((y[:3], y[4:])), torch.cat((wanted[:3], wanted[4:]))) < 0.01
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 64, 250), (9, 576, 1000), (16, 2112, 264)])
 def test_few_tokens(backend, tokens, hidden, intermediate, gated):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..hopper import few, hot_steps, inference
+from ..hopper import few, hot_steps, inference, screen
 from ..hopper.backward import backward
 from ..hopper.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
@@ -24,7 +24,7 @@ _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
 
 _FEW = adapter.FewTokens(few.takes, few.forward)
-_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW)
+_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW, screen.screen)
 
 
 def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
@@ -58,6 +58,10 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
     loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
     if request.gated:
         loads["hot_hidden", index, squared] = partial(hot_steps.hidden_kernel, index, squared)
+        loads["quantise", index, hidden] = partial(screen.quantise_kernel, index, hidden)
+        loads["gate_pack", index, inference.WIDE, True] = partial(
+            inference.gate_pack_kernel, index, inference.WIDE, True
+        )
     for tokens in (2**i for i in range(PIECE.bit_length())):
         if few.takes(tokens, hidden):
             kind = few.kind(tokens)
@@ -67,10 +71,12 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
             continue
         tiling = inference.tiling_for(tokens, neurons, count)
         parts = inference.parts_for(tokens, hidden, count)
-        loads["gate_pack", index, tiling] = partial(inference.gate_pack_kernel, index, tiling)
-        loads["gated_down", index, hidden, tiling, parts, switches] = partial(
-            inference.gated_down_kernel, index, hidden, tiling, parts, switches
-        )
+        loads["gate_pack", index, tiling, False] = partial(inference.gate_pack_kernel, index, tiling, False)
+        kinds = [(tiling, parts, switches)]
+        if request.gated:
+            kinds.append((inference.WIDE, parts, switches._replace(screened=True)))
+        for each in kinds:
+            loads["gated_down", index, hidden, *each] = partial(inference.gated_down_kernel, index, hidden, *each)
     return loads
 
 
@@ -99,6 +105,7 @@ BACKEND = Backend(
     _probe,
     _supports,
     **_FUNCTIONS._asdict(),
+    screens=True,
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..interface import RELU2, Cold, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
-from ..memory import aligned, in_pieces, is_aligned
+from ..memory import H_AT_ONCE, aligned, in_pieces, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
@@ -45,13 +45,16 @@ class FewTokens(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The three calls, and one for few tokens if there is one. weights: contiguous and aligned.
+    """The three calls, one for few tokens and one for screened neurons if there are any. weights: contiguous and
+    aligned.
 
     gate_pack(x, weights, stats=) -> PackedGate, with `overflow` if `stats`. Also with cold=, if the backend can leave
-        neurons out.
+        neurons out, and with screen=, what `screen` returned.
     gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
+    screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
+        these are too few.
 
     squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
@@ -60,6 +63,7 @@ class Kernels(NamedTuple):
     gated_down: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., Gradients]
     few: FewTokens | None = None
+    screen: Callable[[Tensor, Weights, int], Any] | None = None
 
 
 class Functions(NamedTuple):
@@ -89,6 +93,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
+                if cold is None and kernels.screen is not None and options.screened and _screens(x, weights):
+                    left = {"screen": kernels.screen(x, weights, options.screened)}
                 for piece, out in in_pieces(x, y_MK):  # no name for a packed gate, which would outlive its piece
                     kernels.gated_down(
                         kernels.gate_pack(piece, weights, stats=False, **left), piece, weights, squared=squared, out=out
@@ -135,6 +141,11 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         return _parts(saved)[1] is None
 
     return Functions(forward, backward, saved_like, reads_saved_only)
+
+
+def _screens(x: Tensor, weights: Weights) -> bool:
+    """Whether screening pays for its passes over x and over the weights."""
+    return weights.gate is not None and x.shape[0] >= H_AT_ONCE
 
 
 def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:

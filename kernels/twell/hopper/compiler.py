@@ -107,7 +107,7 @@ def _sources(name: str, macros: Mapping[str, int]) -> list[tuple[str, str]]:
 def _text_of(file: str, name: str, macros: Mapping[str, int]) -> str:
     match file:
         case "wgmma.cuh":
-            return _wgmma(macros["TILE"])
+            return _wgmma(macros["TILE"], int8=bool(macros.get("SCREEN")))
         case "params_check.cuh":
             return params.checks(name)
     return (_SOURCES / file).read_text(encoding="utf8")
@@ -116,17 +116,27 @@ def _text_of(file: str, name: str, macros: Mapping[str, int]) -> str:
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
-def _wgmma(columns: int) -> str:
-    """The wgmma instruction for 64 x `columns` accumulators: too many operands to write by hand for each width."""
+def _wgmma(columns: int, *, int8: bool) -> str:
+    """The wgmma instruction for 64 x `columns` accumulators, of type Sum: too many operands to write by hand for each
+    width. A step is 32 bytes of each operand's rows."""
     count = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    scalar, letter, types, negate = (
+        ("int", "r", "k32.s32.s8.s8", "") if int8 else ("float", "f", "k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+    )
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
     return f"""#pragma once
-__device__ __forceinline__ void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+using Sum = {scalar};
+__device__ __forceinline__ void wgmma(Sum (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-               "{{{accumulators}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+               "wgmma.mma_async.sync.aligned.m64n{columns}{types} "
+               "{{{accumulators}}}, %{count}, %{count + 1}, p{negate};\\n}}"
                : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}
+// Keeps the compiler from moving accesses to the accumulators across an asynchronous product.
+__device__ __forceinline__ void pin_registers(Sum (&d)[{count}]) {{
+#pragma unroll
+  for (int i = 0; i < {count}; i++) asm volatile("" : "+{letter}"(d[i])::"memory");
 }}
 """
 

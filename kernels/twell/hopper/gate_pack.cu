@@ -4,10 +4,15 @@
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
 //   neurons: (N, rounded up to T) u16, the neurons that the rows of w belong to; null: the row's own number
 //
+// w may be a part of a gate: its tiles are `first_tile` and those that follow, of `tiles` in a row of the result.
+//
+// SCREEN: x and w are the rows in int8 of quantise.cu, (M, 2K) and (N, 2K). What is packed is where x w^T may be
+// positive, as -0, which relu never gives. gated_down computes these entries.
+//
 // The loop of product.cuh. The warpgroups that multiply drop their finished tile as bfloat16 into shared memory and go on
 // with the next one. Warps 1..3 pack: they read finished tiles there and write TwELL to global memory, so that packing
 // overlaps the next tile's products.
-// Macros: inference.py's `Tiling`, by `gate_pack_kernel`.
+// Macros: inference.py's `gate_pack_macros`.
 #include "product.cuh"
 
 static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than columns");
@@ -27,9 +32,18 @@ struct Params {
   u64* overflow;  // both zeroed here for the kernel that follows
   u32* next_chunk;
   const u16* neurons;
-  int M, N, K;
+  const float2 *x_norms, *w_norms;  // SCREEN only: (M) and (N), rounded up to whole tiles
+  int M, N, K, tiles, first_tile;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
+
+// Two neighbouring values of a row as they are dropped. SCREEN: the product is less than (e_x n_w + n_x e_w) from the sum
+// of the products in int8, in units of both scales. A bound that is NaN marks them, too.
+__device__ __forceinline__ u32 to_drop(Sum low, Sum high, float2 x, float4 w) {
+  if constexpr (!SCREEN) return to_relu_halves(low, high);
+  const float most_low = fmaf(x.y, w.x, fmaf(x.x, w.y, low)), most_high = fmaf(x.y, w.z, fmaf(x.x, w.w, high));
+  return (most_low <= 0 ? 0 : 0x8000u) | (most_high <= 0 ? 0 : 0x80000000u);
+}
 
 // One of the multiplying warpgroups.
 __device__ __forceinline__ void multiply_and_drop(const Params& p, Ring ring, u32 dropped, u32 free, int group,
@@ -39,16 +53,28 @@ __device__ __forceinline__ void multiply_and_drop(const Params& p, Ring ring, u3
   const u32 buffer = ring.smem + DROP + group * HALF_TILE_BYTES + row * ROW_BYTES;
   u32 parity = 1;
   for (int t = tiles.first; t < tiles.count; t += tiles.stride, parity ^= 1) {
-    float d[TILE / 2];
+    const Tile tile = tiles.at(t);
+    float2 x[2] = {};  // norms of this thread's rows, see product.cuh's `finish`
+    if constexpr (SCREEN) {
+      const float2* norms = p.x_norms + tile.row + group * 64 + warp * 16 + lane / 4;
+      x[0] = norms[0], x[1] = norms[8];
+    }
+    Sum d[TILE / 2];
     multiply(d, ring, p.K, group, t == tiles.first);
     mbar_wait(free + 8 * group, parity);
     finish(d, ring);
     // 16-byte chunks are swizzled by row.
 #pragma unroll
-    for (int j = 0; j < TILE / 8; j += 2)
-      store_matrix_x4(buffer + (((j + chunk) ^ (row & 7)) << 4), to_relu_halves(d[4 * j], d[4 * j + 1]),
-                      to_relu_halves(d[4 * j + 2], d[4 * j + 3]), to_relu_halves(d[4 * j + 4], d[4 * j + 5]),
-                      to_relu_halves(d[4 * j + 6], d[4 * j + 7]));
+    for (int j = 0; j < TILE / 8; j += 2) {
+      float4 w[2] = {};  // norms of two columns each
+      if constexpr (SCREEN) {
+        const float4* norms = (const float4*)(p.w_norms + tile.column_tile * TILE + 8 * j) + lane % 4;
+        w[0] = norms[0], w[1] = norms[4];
+      }
+      store_matrix_x4(buffer + (((j + chunk) ^ (row & 7)) << 4), to_drop(d[4 * j], d[4 * j + 1], x[0], w[0]),
+                      to_drop(d[4 * j + 2], d[4 * j + 3], x[1], w[0]), to_drop(d[4 * j + 4], d[4 * j + 5], x[0], w[1]),
+                      to_drop(d[4 * j + 6], d[4 * j + 7], x[1], w[1]));
+    }
     mbar_arrive(dropped + 8 * group);
   }
 }
@@ -61,7 +87,7 @@ __device__ __forceinline__ uint4 read_row(u32 buffer, int row, int lane) {
   return make_uint4(v.x, v.y, 0, 0);
 }
 
-// Bits 2e and 2e + 1 tell whether the low and the high half of pair e are not zero. Halves are >= 0 (ReLU).
+// Bits 2e and 2e + 1 tell whether the low and the high half of pair e are not zero. No half is above 0x8000.
 __device__ __forceinline__ u32 nonzero_mask(uint4 v) {
   const u32 x = (v.x + 0x7fff7fffu) & 0x80008000u, y = (v.y + 0x7fff7fffu) & 0x80008000u;
   const u32 z = (v.z + 0x7fff7fffu) & 0x80008000u, w = (v.w + 0x7fff7fffu) & 0x80008000u;
@@ -92,7 +118,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
   for (int t = tiles.first; t < tiles.count; t += tiles.stride, parity ^= 1) {
     const Tile tile = tiles.at(t);
     const u32 column = tile.column_tile * TILE + lane * LANE_VALUES;
-    const uint4 neurons = neurons_at(p, column);
+    const uint4 neurons = neurons_at(p, p.first_tile * TILE + column);
     // A column past the end is a product with zeros, which is NaN where x is not finite: it is not a neuron.
     const u32 inside = (1u << min(max(p.N - (int)column, 0), LANE_VALUES)) - 1;
     for (int group = 0; group < 2; group++) {
@@ -120,7 +146,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
           const int row = tile.row + group * 64 + r + i;
           if (row >= p.M) break;
           const u32 sum = before[i / 2] >> (16 * (i & 1)) & 0xffff, count = __shfl_sync(~0u, sum, 31);
-          const u64 cell = (u64)row * tiles.columns + tile.column_tile;
+          const u64 cell = (u64)row * p.tiles + p.first_tile + tile.column_tile;
           u32* slot = p.words + cell * SLOTS;
           if (lane == 0) p.counts[cell] = count;
           if (count > SLOTS) {

@@ -1,6 +1,6 @@
 // y = (g * (x @ up^T)) @ down on the pattern of g, one pass: u and h never reach memory.           sm_90a, bfloat16
 // Without a gate (GATED = 0): y = g @ down. SQUARED: g^2 in place of g. With SAVE = 1, for training: what the backward
-// needs, g and u, is saved, entry by entry.
+// needs, g and u, is saved, entry by entry. SCREENED: entries of g that are -0 are still to be computed.
 //
 //   words, counts, spilled: g as gate_pack.cu leaves it     x, y: (M, K) bf16     up, down: (N, K) bf16
 //
@@ -14,6 +14,7 @@ static_assert(TILE <= LIST, "a spilled tile must fit into one list");
 
 struct Params {
   const char *x, *up, *down;
+  const char* gate;  // SCREENED only
   const u32* words;
   const int* counts;
   const u16* spilled;
@@ -96,8 +97,28 @@ struct Token {
     add_scaled(y, h, d);
   }
 
+  // Computes the marked entries of this part and keeps, in the same order, all that are not 0; returns their end. -Inf
+  // stays, as -0: where x is not finite, 0 times the product with up, which is neither, must reach y as NaN.
+  __device__ int settle(int entries) {
+    u32* list = sm.list[at.warp];
+    int end = at.part;
+    for (int i = at.part; i < entries; i += P) {
+      u32 word = list[i];
+      if (word >> 31) {
+        uint4 w[CHUNKS];
+        load_row(w, p.gate + (u64)(word & 0xffff) * ROW_BYTES, at.slice, at.lane);
+        const float g = total(dot(w, x), at, sm.team, flip);
+        if (g != __uint_as_float(0xff800000)) word = to_relu_halves(0, g) | (word & 0xffff);
+      }
+      if (word >> 16) list[end] = word, end += P;
+    }
+    __syncwarp();
+    return end;
+  }
+
   __device__ void use_list(int entries) {
     __syncwarp();
+    if constexpr (SCREENED) entries = settle(entries);
     for (int i = at.part; i < entries; i += P) use(sm.list[at.warp][i], done + i);
     if constexpr (SAVE) done += entries;
     __syncwarp();

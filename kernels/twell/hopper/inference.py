@@ -19,6 +19,7 @@ from ..launch_cache import LAUNCHES
 from ..memory import in_rows
 from . import driver
 from .params import GatedDownParams, GatePackParams
+from .screen import Rows, Screen, quantised
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
 ROWS, CLUSTER = 128, 2  # as in product.cuh: of a tile, and CTAs
@@ -44,13 +45,15 @@ NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
 class Switches(NamedTuple):
-    """What `gated_down` is compiled for: its macros, in capitals. weighted: neurons have weights in the L1 term."""
+    """What `gated_down` is compiled for: its macros, in capitals. weighted: neurons have weights in the L1 term;
+    screened: some entries of the packed gate are only marked."""
 
     gated: bool
     squared: bool
     stats: bool = False
     save: bool = False
     weighted: bool = False
+    screened: bool = False
 
     def macros(self) -> dict[str, int]:
         return {name.upper(): int(value) for name, value in self._asdict().items()}
@@ -90,16 +93,23 @@ class PackedGate:
     overflow: int64 scalar, the number of overflowing tiles, counted by `gated_down`; a tensor of its own, since it may
     outlive the block, or None if it was not asked for.
     neurons: uint16 [N], which neurons these are, if not all of the block's.
+    screened: whether entries that are -0 are still to be computed.
     The rest is for `gated_down`: link, int32 [M], and one word. Views are created on demand: a call needs only
     addresses.
     """
 
-    __slots__ = ("_block", "_neurons", "address", "layout", "neurons_at", "overflow", "overflow_at")
+    __slots__ = ("_block", "_neurons", "address", "layout", "neurons_at", "overflow", "overflow_at", "screened")
 
     def __init__(
-        self, layout: Layout, device: torch.device, *, count_overflow: bool, neurons: Tensor | None = None
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        count_overflow: bool,
+        neurons: Tensor | None = None,
+        screened: bool = False,
     ) -> None:
-        self.layout = layout
+        self.layout, self.screened = layout, screened
         self._neurons, self.neurons_at = neurons, driver.address(neurons)
         self._block = torch.empty(layout.size, dtype=torch.int32, device=device)
         self.address = self._block.data_ptr()
@@ -140,41 +150,70 @@ def gate_pack(
     *,
     stats: bool = True,
     cold: Cold | None = None,
+    screen: Screen | None = None,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
 
     x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536. stats: make room for the
-    count of overflowing tiles. cold: the neurons to compute, if not all.
+    count of overflowing tiles. cold: the neurons to compute, if not all. screen: the neurons that are only marked where
+    they may fire.
     """
     (tokens, hidden), device = x.shape, x.device
     x, w = in_rows(x), in_rows(weights.pattern if cold is None else cold.rows)
+    tiling = tiling if screen is None else WIDE
     kernel, layout, grid = _gate_plan(tokens, w.shape[0], device.index, tiling)
-    packed = PackedGate(layout, device, count_overflow=stats, neurons=None if cold is None else cold.neurons)
-    addresses = (x.data_ptr(), w.data_ptr(), packed.neurons_at, packed.address, packed.overflow_at)
-    _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
+    packed = PackedGate(
+        layout,
+        device,
+        count_overflow=stats,
+        neurons=None if cold is None else cold.neurons,
+        screened=screen is not None,
+    )
+    stream, result = driver.stream(device.index), (packed.neurons_at, packed.address, packed.overflow_at)
+    count = layout.intermediate if screen is None else screen.first
+    if count:
+        addresses = (x.data_ptr(), w.data_ptr(), 0, 0, *result)
+        _gate_launch((kernel, layout, grid, stream, 0, count, hidden, x.stride(0), w.stride(0), addresses))()
+    if screen is not None:
+        launch_screened(packed, quantised(x, screen.factors), screen)
     return packed
+
+
+def launch_screened(packed: PackedGate, x: Rows, screen: Screen) -> None:
+    """Mark the neurons of `screen` in the packed gate."""
+    index, layout, w, half = x.values.device.index, packed.layout, screen.weights, x.values.shape[1] // 2
+    addresses = (*(t.data_ptr() for t in (x.values, w.values, x.norms, w.norms)), packed.neurons_at, packed.address)
+    kernel, grid = gate_pack_kernel(index, layout.tiling, True), product_grid(index)
+    neurons = screen.first, layout.intermediate - screen.first
+    arguments = kernel, layout, grid, driver.stream(index), *neurons, half, half, half, (*addresses, packed.overflow_at)
+    _gate_launch(arguments)()
 
 
 # The arguments come as one tuple, which is the launch's key in the cache.
 def _gate_launch(arguments: tuple) -> driver.Launch:
-    """The launch for these addresses, strides (in elements) and sizes."""
+    """The launch for these addresses, strides (in 16 bits, like the hidden size) and sizes, for `count` neurons from
+    `first` on, a multiple of the tile."""
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
-    kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
-    x, w, neurons, block, overflow = addresses
-    tokens, intermediate = layout.tokens, layout.intermediate
+    kernel, layout, grid, stream, first, count, hidden, x_stride, w_stride, addresses = arguments
+    x, w, x_norms, w_norms, neurons, block, overflow = addresses
+    tokens = layout.tokens
     parameters = GatePackParams(
         map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, ROWS),
-        map_w=driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // CLUSTER),
+        map_w=driver.tensor_map(w, count, hidden, w_stride * 2, layout.tiling.tile // CLUSTER),
         words=block + 4 * layout.words,
         counts=block + 4 * layout.counts,
         spilled=block + 4 * layout.spilled,
         overflow=overflow,
         next_chunk=block + 4 * layout.next_chunk,
         neurons=neurons,
+        x_norms=x_norms,
+        w_norms=w_norms,
         M=tokens,
-        N=intermediate,
+        N=count,
         K=hidden,
+        tiles=layout.tiles,
+        first_tile=first // layout.tiling.tile,
     )
     launch = kernel.prepare(grid, stream, parameters)
     LAUNCHES.put(arguments, launch)
@@ -187,7 +226,11 @@ def _gate_plan(
 ) -> tuple[driver.Kernel, Layout, int]:
     """(kernel, layout of the result, CTAs)."""
     tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
-    return gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), product_grid(device_index)
+    return (
+        gate_pack_kernel(device_index, tiling, False),
+        _layout(tokens, intermediate, tiling),
+        product_grid(device_index),
+    )
 
 
 def gated_down(
@@ -208,7 +251,8 @@ def gated_down(
     `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
-    switches = Switches(weights.gate is not None, squared, stats, save is not None, weights.l1 is not None)
+    kind = weights.gate is not None, squared, stats, save is not None, weights.l1 is not None, packed.screened
+    switches = Switches(*kind)
     plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, switches)
     x = in_rows(x)
     y = x.new_empty(x.shape) if out is None else out
@@ -217,7 +261,7 @@ def gated_down(
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
         counts = (nonzeros, l1, x.new_zeros(weights.up.shape[0], dtype=torch.bool))
         counts_at = (nonzeros.data_ptr(), l1.data_ptr(), driver.address(weights.l1), counts[2].data_ptr())
-    operands = (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
+    operands = (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr(), driver.address(weights.gate))
     addresses = (*operands, packed.neurons_at, packed.address, packed.overflow_at, y.data_ptr())
     saved_at = _NOT_SAVED if save is None else save.addresses()
     _down_launch((*plan, layout, driver.stream(device.index), x.stride(0), addresses, counts_at, saved_at))()
@@ -232,13 +276,14 @@ def _down_launch(arguments: tuple) -> driver.Launch:
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
-    x, up, down, neurons, block, overflow, y = addresses
+    x, up, down, gate, neurons, block, overflow, y = addresses
     nonzeros, l1, l1_weight, fired = counts
     saved_words, saved_u, saved_rows, saved_count, nonfinite, capacity = saved
     parameters = GatedDownParams(
         x=x,
         up=up,
         down=down,
+        gate=gate,
         words=block + 4 * layout.words,
         counts=block + 4 * layout.counts,
         spilled=block + 4 * layout.spilled,
@@ -279,14 +324,15 @@ class PreparedForward(driver.PreparedPair):
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, index, None)
         super().__init__(index, 4 * layout.size)
-        at = x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr()
+        at = x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr(), driver.address(weights.gate)
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr())
         plan = _down_plan(tokens, hidden, index, layout.tiling, None, Switches(weights.gate is not None, squared))
         self._down = plan, layout, at
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         (kernel, layout, grid, hidden), gate_at = self._gate
-        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, 0, workspace, workspace)))
+        sizes = 0, layout.intermediate, hidden, hidden, hidden
+        gate = _gate_launch((kernel, layout, grid, stream, *sizes, (*gate_at, 0, 0, 0, workspace, workspace)))
         plan, layout, down_at = self._down
         addresses = (*down_at, 0, workspace, workspace, y)
         return gate, _down_launch((*plan, layout, stream, hidden, addresses, _NOWHERE, _NOT_SAVED))
@@ -336,9 +382,15 @@ def product_grid(device_index: int) -> int:
     return sm_count(device_index) // CLUSTER * CLUSTER
 
 
+def gate_pack_macros(tiling: Tiling, screen: bool) -> dict[str, int]:
+    """How `gate_pack` is compiled. screen: in int8."""
+    sizes = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
+    return {**sizes, "SCREEN": int(screen)}
+
+
 @functools.cache
-def gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
-    macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
+def gate_pack_kernel(device_index: int, tiling: Tiling, screen: bool) -> driver.Kernel:
+    macros = gate_pack_macros(tiling, screen)
     return driver.Kernel(
         "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=CLUSTER
     )

@@ -37,15 +37,29 @@ class GatePackParams(NamedTuple):
     overflow: Pointer
     next_chunk: Pointer
     neurons: Pointer
+    x_norms: Pointer
+    w_norms: Pointer
     M: Int32
     N: Int32
     K: Int32
+    tiles: Int32
+    first_tile: Int32
+
+
+class QuantiseParams(NamedTuple):
+    x: Pointer
+    factors: Pointer
+    rows: Pointer
+    norms: Pointer
+    x_stride: Int64
+    M: Int32
 
 
 class GatedDownParams(NamedTuple):
     x: Pointer
     up: Pointer
     down: Pointer
+    gate: Pointer
     words: Pointer
     counts: Pointer
     spilled: Pointer
@@ -190,6 +204,7 @@ class FewDownParams(NamedTuple):
 
 PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "gate_pack": GatePackParams,
+    "quantise": QuantiseParams,
     "gated_down": GatedDownParams,
     "transpose": TransposeParams,
     "token_gradients": TokenGradientsParams,

@@ -1,12 +1,14 @@
 // The products of x_MK and w_NK^T on tensor cores, tile by tile: the loop that gate_pack and hot_hidden share.
 //
+// Rows in int8, two in the place of a 16-bit number, take the same steps, with K the half of theirs.
+//
 // A CTA computes 128 x TILE outputs; a cluster of two CTAs, one above the other, shares the rows of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers: `feed`
 //   warps 4..11     two warpgroups of 64 rows each: `multiply`, then `finish`, for each tile
 // Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
 #pragma once
 #include "ptx.cuh"
-#include "wgmma.cuh"  // made by compiler.py for TILE
+#include "wgmma.cuh"  // made by compiler.py for TILE: wgmma, and Sum, the type of its accumulators
 
 static_assert(TILE == 256 || TILE == 128, "wgmma takes a tile of 128 or 256 columns here");
 
@@ -81,7 +83,7 @@ __device__ __forceinline__ void feed(const TensorMap* map_x, const TensorMap* ma
 }
 
 // The products of one tile, of which the last step's still run at the end. first: this is the warpgroup's first tile.
-__device__ __forceinline__ void multiply(float (&d)[TILE / 2], Ring& ring, int K, int group, bool first) {
+__device__ __forceinline__ void multiply(Sum (&d)[TILE / 2], Ring& ring, int K, int group, bool first) {
   if (first && group == 1 && K > SKEW * STEP) barrier_sync(1, 256);
   const int signal = first && group == 0 ? SKEW * STEP : K;  // the step at which warpgroup 1 may begin; K: none
   // Not unrolled: a step takes hundreds of cycles.
@@ -106,7 +108,7 @@ __device__ __forceinline__ void multiply(float (&d)[TILE / 2], Ring& ring, int K
 
 // Waits for the last products. A thread holds columns 8j + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8, in
 // d[4j .. 4j + 3].
-__device__ __forceinline__ void finish(float (&d)[TILE / 2], const Ring& ring) {
+__device__ __forceinline__ void finish(Sum (&d)[TILE / 2], const Ring& ring) {
   wgmma_wait<0>();
   pin_registers(d);
   ring.release_previous();

@@ -99,12 +99,6 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Keeps the compiler from moving accesses to the accumulators across an asynchronous product.
-template <int SIZE>
-__device__ __forceinline__ void pin_registers(float (&d)[SIZE]) {
-#pragma unroll
-  for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 

@@ -15,19 +15,22 @@ REFERENCE = "reference"
 
 
 class Form(NamedTuple):
-    """A kind of plan: the backend, and whether it has hot neurons by index, or in front of sorted ones."""
+    """A kind of plan: the backend, and whether it has hot neurons by index, or in front of sorted ones, and
+    screened ones behind."""
 
     backend: str
     hot: bool = False
     in_front: bool = False
+    screened: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> "Form":
         """Form of a plan."""
-        return cls(plan.backend, bool(plan.indices), bool(plan.leading))
+        return cls(plan.backend, bool(plan.indices), bool(plan.leading), bool(plan.screened))
 
     def __str__(self) -> str:
-        return self.backend + (", hot in front" if self.in_front else ", hot" if self.hot else "")
+        hot = ", hot in front" if self.in_front else ", hot" if self.hot else ""
+        return self.backend + hot + (", screened" if self.screened else "")
 
 
 class Choice(NamedTuple):

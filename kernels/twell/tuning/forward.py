@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .. import registry
 from ..hot import hot_neurons
+from ..memory import H_AT_ONCE
 from ..modules import SparseFeedForward, pattern_layer
 from ..ops import Call, compute, sparse_ffn
 from ..plan import Plan
@@ -22,6 +24,7 @@ from .timing import cold_costs, quick_times, sustained_times
 
 LONG_CALL = 1.0  # ms: shorter calls do not heat a GPU
 CLEARLY = 1.6  # a factor between times that short measurements can be trusted with
+LEAST_SCREENED = 512  # neurons: fewer do not pay for a pass over x
 MOST_CONTENDERS = 3  # sparse plans that are measured under sustained load
 # Numbers of tokens that are measured, below those of the inputs.
 COUNTS = (1, 4, 16, 64, 128, 1024, 2048, 4096, 8192, 32768)
@@ -47,10 +50,12 @@ def choose(
     def call(plan: Plan, x: Tensor = x) -> Callable[[], object]:
         indices = torch.tensor(plan.indices, device=x.device) if plan.indices else None  # as a block keeps them
         given = Call(plan, block.activation, block.keep_stats, hot=indices)
-        inputs = x, *(in_order if plan.leading else weights)
+        inputs = x, *(in_order if plan.of_sorted else weights)
         return lambda: compute(inputs, given)
 
     times = quick_times({plan: call(plan) for plan in plans}, x.device)
+    if order is not None:
+        times |= quick_times({plan: call(plan) for plan in screened(times, order.rare, block, x)}, x.device)
     under_load = contenders(times) if x.is_cuda else []
     times |= sustained_times({plan: call(plan) for plan in under_load}, x.device)
     best = min(under_load or times, key=times.__getitem__)
@@ -66,9 +71,21 @@ def choose(
             faster = [name for name in usable if costs[name].beats(costs[DENSE])]
             fastest[count] = min(faster, key=lambda name: costs[name].device, default=DENSE)
         fewer = ranges({**fastest, len(x_MK): best.backend})
-    plan = replace(block.plan, backend=best.backend, hot=best.hot, up_to=fewer)
+    plan = replace(block.plan, backend=best.backend, hot=best.hot, up_to=fewer, screened=best.screened)
     choice = Choice(plan, stats.nonzeros.double().mean().item(), fastest_by_form(times))
-    return Decision(choice, order.neurons if order is not None and best.leading else None)
+    return Decision(choice, order.neurons if order is not None and best.of_sorted else None)
+
+
+def screened(milliseconds: dict[Plan, float], rare: int, block: SparseFeedForward, x: Tensor) -> list[Plan]:
+    """The plans to try that screen the `rare` last of sorted neurons: of each backend that can, the fastest of those
+    measured without hot neurons by index, and the one without hot neurons."""
+    if not block.gated or block.keep_stats or rare < LEAST_SCREENED or x.shape[:-1].numel() < H_AT_ONCE:
+        return []
+    found = []
+    for name in {plan.backend for plan in milliseconds if registry.get(plan.backend).screens}:
+        plans = [plan for plan in milliseconds if plan.backend == name and not plan.indices]
+        found += [min(plans, key=milliseconds.__getitem__), Plan(name)]
+    return [replace(plan, screened=rare) for plan in dict.fromkeys(found)]
 
 
 def contenders(milliseconds: dict[Plan, float]) -> list[Plan]:

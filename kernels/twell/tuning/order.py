@@ -16,6 +16,9 @@ from ..modules import SparseFeedForward, feed_forward_blocks
 from .saved import forget_plans
 
 RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones
+# Firing rates up to which neurons are tried as screened ones: of trained blocks half of the neurons or more, for which
+# the bound leaves a few entries a token. The least that firing_rates can tell of 8,192 tokens is a quarter of it.
+RARE = 5e-4
 KEPT_MULTIPLE = 64  # of the neurons that are kept where silent ones are left out
 BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `sparse_ffn` takes them
 
@@ -23,11 +26,13 @@ BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `
 class FiringOrder(NamedTuple):
     """neurons: int64 [N], a permutation: most active first, those that never fired last. prefixes: numbers of neurons
     in front to try as hot ones, ascending, none of them 0. kept: how many, in front, remain where the silent ones are
-    left out: all that fired, and as many more as make a multiple of KEPT_MULTIPLE (at most N)."""
+    left out: all that fired, and as many more as make a multiple of KEPT_MULTIPLE (at most N). rare: how many, at the
+    end, have a rate of at most RARE."""
 
     neurons: Tensor
     prefixes: tuple[int, ...]
     kept: int
+    rare: int
 
     def reordered(self, weights: BlockWeights) -> BlockWeights:
         """Copies of the weights with the neurons in this order, the down weights neuron-major."""
@@ -47,7 +52,7 @@ def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
     order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
     prefixes = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in RATES} - {0})
     kept = max(1, -(-int(fired.sum()) // KEPT_MULTIPLE)) * KEPT_MULTIPLE
-    return FiringOrder(order, tuple(prefixes), min(neurons, kept))
+    return FiringOrder(order, tuple(prefixes), min(neurons, kept), int((rates <= RARE).sum()))
 
 
 def first_neurons(weights: BlockWeights, count: int) -> BlockWeights:
@@ -61,11 +66,11 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset. Other data that are
-    indexed by neuron, such as `l1_weight` and an optimizer's state, must be reordered by the caller, so order a block
-    before you create its optimizer; and weights that another module uses too must not be reordered, which a block
-    cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for weights that
-    are not separate, plain parameters.
+    order: int64 [N], a permutation, on the weights' device. The plan's hot and screened neurons are reset. Other data
+    that are indexed by neuron, such as `l1_weight` and an optimizer's state, must be reordered by the caller, so order
+    a block before you create its optimizer; and weights that another module uses too must not be reordered, which a
+    block cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for
+    weights that are not separate, plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
@@ -79,7 +84,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
         raise ValueError(f"order must be a permutation of the {neurons} neurons, got {list(order.shape)} numbers")
     if any(weight.grad is not None for weight in weights):
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
-    block.plan = replace(block.plan, hot=0)
+    block.plan = replace(block.plan, hot=0, screened=0)
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         now = order.clone() if block._order is None else block._order[order]
     by_neuron = [weight.t() if weight is block.down_proj.weight else weight for weight in weights]
@@ -91,7 +96,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
 
 @torch.no_grad()
 def restore_order(model: nn.Module) -> None:
-    """Undo every `order_neurons` on the model's blocks, or on a block itself; their plans then have no hot neurons.
+    """Undo every `order_neurons` on the model's blocks, or on a block itself; their plans then name no neurons.
 
     Blocks that were not reordered stay unchanged. The order is not part of a state dict: a loaded model has its neurons
     in the order in which they were saved, so load into a reordered block only what was saved in the same order.

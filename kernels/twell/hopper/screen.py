@@ -1,0 +1,83 @@
+"""Neurons that rarely fire, in inference: their gate product in int8, with a bound of what int8 loses.
+
+Where the product may be positive, `gate_pack` marks the entry, and `gated_down` computes it; a product in int8 takes
+half the time. Outlier channels would make the bound loose: they are divided by powers of two in x, by which the weights
+are multiplied. Nothing is kept between calls. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..interface import Weights
+from ..launch_cache import LAUNCHES
+from ..memory import in_rows
+from . import driver
+from .params import QuantiseParams
+
+TILE = 256  # neurons and tokens: screened neurons begin with a tile, norms have room for whole ones
+_WARPS, _SAMPLE = 8, 256  # tokens by which channels are scaled
+_MOST = 16  # an exponent: bfloat16 times 2**-16 is exact in float32
+
+
+class Rows(NamedTuple):
+    """Rows as quantise.cu describes them. values: int8 [M, K]; norms: float32 [M, 2], M rounded up to whole tiles."""
+
+    values: Tensor
+    norms: Tensor
+
+
+class Screen(NamedTuple):
+    """The neurons from `first` on, a multiple of TILE, and the factors of the channels of x, bfloat16 [K]."""
+
+    first: int
+    weights: Rows
+    factors: Tensor
+
+
+def screen(x: Tensor, weights: Weights, count: int) -> Screen | None:
+    """For the last `count` neurons; None if these have no whole tile. x: bfloat16 [M, K], M >= 1; weights: gated."""
+    w = weights.pattern
+    first = -(-(w.shape[0] - count) // TILE) * TILE
+    if first >= w.shape[0]:
+        return None
+    some, rare = x[:: -(-x.shape[0] // _SAMPLE)], in_rows(w[first:])
+    of_x, of_w = (torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32) for rows in (some, rare))
+    exponents = (of_x / of_w).log2_().div_(2).round_().nan_to_num_(0).clamp_(-_MOST, _MOST)
+    divide, multiply = (torch.stack((127 - exponents, 127 + exponents)).short() << 7).view(torch.bfloat16)
+    return Screen(first, quantised(rare, multiply), divide)
+
+
+def quantised(x: Tensor, factors: Tensor) -> Rows:
+    """The rows of x * factors. x: bfloat16 [M, K], `in_rows`, K a multiple of 64; factors: bfloat16 [K]."""
+    (tokens, hidden), index = x.shape, x.device.index
+    rows = Rows(
+        torch.empty((tokens, hidden), dtype=torch.int8, device=x.device),
+        torch.empty((-(-tokens // TILE) * TILE, 2), dtype=torch.float32, device=x.device),
+    )
+    addresses = x.data_ptr(), factors.data_ptr(), rows.values.data_ptr(), rows.norms.data_ptr()
+    _launch((quantise_kernel(index, hidden), driver.stream(index), x.stride(0), tokens, addresses))()
+    return rows
+
+
+def _launch(arguments: tuple) -> driver.Launch:
+    """Prepared launch, kept like that of `gate_pack`."""
+    if (found := LAUNCHES.get(arguments)) is not None:
+        return found
+    kernel, stream, x_stride, tokens, (x, factors, rows, norms) = arguments
+    parameters = QuantiseParams(x=x, factors=factors, rows=rows, norms=norms, x_stride=x_stride * 2, M=tokens)
+    launch = kernel.prepare(-(-tokens // _WARPS), stream, parameters)
+    LAUNCHES.put(arguments, launch)
+    return launch
+
+
+def quantise_macros(hidden: int) -> dict[str, int]:
+    """How `quantise` is compiled."""
+    return {"K": hidden, "WARPS": _WARPS}
+
+
+@functools.cache
+def quantise_kernel(device_index: int, hidden: int) -> driver.Kernel:
+    return driver.Kernel("quantise", quantise_macros(hidden), device_index, threads=_WARPS * 32)
