@@ -14,6 +14,7 @@
 #include "ptx.cuh"
 
 constexpr int CHUNKS = (K + 255) / 256;
+constexpr float ROUND = 0x1.8p23f;  // a float plus this one is rounded to an integer, which is in the lowest bits
 static_assert(K % 64 == 0, "rows are read and written 16 and 8 bytes at a time");
 
 struct Params {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void scaled(float (&v)[8], uint4 x, uint4 f) {
   v[6] = low_half(x.w) * low_half(f.w), v[7] = high_half(x.w) * high_half(f.w);
 }
 
-__device__ __forceinline__ u32 four_bytes(const int (&q)[8], int first) {
+__device__ __forceinline__ u32 four_bytes(const u32 (&q)[8], int first) {
   const u32 low = __byte_perm(q[first], q[first + 1], 0x0040), high = __byte_perm(q[first + 2], q[first + 3], 0x0040);
   return __byte_perm(low, high, 0x5410);
 }
@@ -71,13 +72,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) quantise(const __grid_c
   for (int j = 0; j < CHUNKS; j++) {
     const int column = j * 256 + lane * 8;
     if (column >= K) continue;
-    int q[8];
+    u32 q[8];  // in the lowest byte
     scaled(v, x[j], load_weights(p.factors + column * 2));
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const float exact = v[i] * inverse;
-      q[i] = __float2int_rn(exact);
-      const float d = exact - q[i];
+      const float exact = v[i] * inverse, shifted = exact + ROUND, d = exact - (shifted - ROUND);
+      q[i] = __float_as_uint(shifted);
       sum = fmaf(exact, exact, sum), lost = fmaf(d, d, lost);
     }
     *(uint2*)(p.rows + (u64)row * K + column) = make_uint2(four_bytes(q, 0), four_bytes(q, 4));

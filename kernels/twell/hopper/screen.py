@@ -18,8 +18,8 @@ from . import driver
 from .params import QuantiseParams
 
 TILE = 256  # neurons and tokens: screened neurons begin with a tile, norms have room for whole ones
-_WARPS, _SAMPLE = 8, 256  # tokens by which channels are scaled
-_MOST = 16  # an exponent: bfloat16 times 2**-16 is exact in float32
+_WARPS, _SAMPLE = 8, 256  # tokens, and neurons, by which channels are scaled
+_MOST = 2.0**32  # the factors' square: bfloat16 times 2**-16 is exact in float32
 
 
 class Rows(NamedTuple):
@@ -43,10 +43,14 @@ def screen(x: Tensor, weights: Weights, count: int) -> Screen | None:
     first = -(-(w.shape[0] - count) // TILE) * TILE
     if first >= w.shape[0]:
         return None
-    some, rare = x[:: -(-x.shape[0] // _SAMPLE)], in_rows(w[first:])
-    of_x, of_w = (torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32) for rows in (some, rare))
-    exponents = (of_x / of_w).log2_().div_(2).round_().nan_to_num_(0).clamp_(-_MOST, _MOST)
-    divide, multiply = (torch.stack((127 - exponents, 127 + exponents)).short() << 7).view(torch.bfloat16)
+    rare = in_rows(w[first:])
+    of_x, of_w = (
+        torch.linalg.vector_norm(rows[:: -(-rows.shape[0] // _SAMPLE)], dim=0, dtype=torch.float32)
+        for rows in (x, rare)
+    )
+    ratios = (of_x / of_w).nan_to_num_(1, _MOST, 0).clamp_(1 / _MOST, _MOST)
+    halves = ratios.view(torch.int32).add_(1 << 23) >> 24  # 64 + half the exponent, from the bits of a float32
+    divide, multiply = ((exponents << 7).short().view(torch.bfloat16) for exponents in (191 - halves, 63 + halves))
     return Screen(first, quantised(rare, multiply), divide)
 
 
