@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import fragile_backend
 import numpy
@@ -247,15 +246,10 @@ def told_times(monkeypatch):
 
     def tell(fastest):
         def times(calls, device):
-            with monkeypatch.context() as patch:
-                run = Mock(wraps=feedforward.compute)
-                patch.setattr(feedforward, "compute", run)
-                for call in calls.values():
-                    call()
-            assert [one.args[1].plan.hot for one in run.call_args_list] == list(calls)
-            (neurons,) = {len(one.args[0][2]) for one in run.call_args_list}
-            tried.append((list(calls), neurons))
-            return {count: abs(count - fastest) for count in calls}
+            if calls:  # none where there is nothing to screen
+                (neurons,) = {len(call.args[0][2]) for call in calls.values()}
+                tried.append(([call.args[1].plan.hot for call in calls.values()], neurons))
+            return {plan: abs(plan.hot - fastest) for plan in calls}
 
         monkeypatch.setattr(feedforward, "quick_times", times)
         return tried

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +34,7 @@ from twell.ops import Call, compute
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+from twell.tuning.forward import screened
 from twell.tuning.order import FiringOrder, firing_order, first_neurons
 from twell.tuning.timing import quick_times
 
@@ -285,8 +286,7 @@ class _Call:
 
 class _OrderedCall(_Call):
     """The same with neurons sorted by firing rate, hot ones in front; WITH_LIVE: those that are silent on the problem's
-    tokens left out. Both are chosen on the first problem: of the numbers of hot neurons that `autotune` tries, and of
-    none, the one that is fastest there."""
+    tokens left out. Chosen on the first problem: of the plans that `autotune` tries, the one that is fastest there."""
 
     _order: FiringOrder | None = None
     _silent: int | None = None
@@ -297,26 +297,28 @@ class _OrderedCall(_Call):
             return self._ordered(problem, self._order)
         self._order = _firing_order(problem)
         ordered = self._ordered(problem, self._order)
-        tried = (0, *(count for count in self._order.prefixes if count < len(ordered.w_up)))
-        times = quick_times(
-            {count: partial(self._run, self._with_prefix(count), ordered) for count in tried}, problem.x.device
-        )
-        self._call = self._with_prefix(min(times, key=times.__getitem__))
+        plan, silent = self._call.plan, len(problem.w_up) - len(ordered.w_up)
+        tried = [replace(plan, hot=count) for count in (0, *self._order.prefixes) if count < len(ordered.w_up)]
+        times = self._times(tried, ordered)
+        if problem.w_gate is not None and not self._call.stats:
+            times |= self._times(screened(times, self._order.rare - silent, len(problem.x)), ordered)
+        self._call = self._call._replace(plan=min(times, key=times.__getitem__))
         if self._asked.neurons == WITH_LIVE:
-            self._silent = len(problem.w_up) - len(ordered.w_up)
+            self._silent = silent
         return ordered
+
+    def _times(self, plans: Iterable[Plan], problem: Problem) -> dict[Plan, float]:
+        inputs = problem.x, problem.w_gate, problem.w_up, problem.w_down
+        calls: dict[Plan, Callable[[], object]] = {
+            plan: partial(compute, inputs, self._call._replace(plan=plan)) for plan in plans
+        }
+        return quick_times(calls, problem.x.device)
 
     def _ordered(self, problem: Problem, order: FiringOrder) -> Problem:
         """The problem with its neurons in this order, or with the first of them alone."""
         x, w_gate, w_up, w_down = problem
         kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
         return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
-
-    def _run(self, call: Call, problem: Problem) -> None:
-        compute((problem.x, problem.w_gate, problem.w_up, problem.w_down), call)
-
-    def _with_prefix(self, count: int) -> Call:
-        return self._call._replace(plan=replace(self._call.plan, hot=count))
 
     def counts(self) -> Counts:
         return Counts(self._call.plan.hot_count, self._silent)

@@ -54,8 +54,9 @@ def choose(
         return lambda: compute(inputs, given)
 
     times = quick_times({plan: call(plan) for plan in plans}, x.device)
-    if order is not None:
-        times |= quick_times({plan: call(plan) for plan in screened(times, order.rare, block, x)}, x.device)
+    if order is not None and block.gated and not block.keep_stats:
+        more = screened(times, order.rare, x.shape[:-1].numel())
+        times |= quick_times({plan: call(plan) for plan in more}, x.device)
     under_load = contenders(times) if x.is_cuda else []
     times |= sustained_times({plan: call(plan) for plan in under_load}, x.device)
     best = min(under_load or times, key=times.__getitem__)
@@ -76,10 +77,10 @@ def choose(
     return Decision(choice, order.neurons if order is not None and best.of_sorted else None)
 
 
-def screened(milliseconds: dict[Plan, float], rare: int, block: SparseFeedForward, x: Tensor) -> list[Plan]:
-    """The plans to try that screen the `rare` last of sorted neurons: of each backend that can, the fastest of those
-    measured without hot neurons by index, and the one without hot neurons."""
-    if not block.gated or block.keep_stats or rare < LEAST_SCREENED or x.shape[:-1].numel() < H_AT_ONCE:
+def screened(milliseconds: dict[Plan, float], rare: int, tokens: int) -> list[Plan]:
+    """The plans to try that screen the `rare` last of a gated block's sorted neurons: of each backend that can, the
+    fastest of those measured without hot neurons by index, and the one without hot neurons."""
+    if rare < LEAST_SCREENED or tokens < H_AT_ONCE:
         return []
     found = []
     for name in {plan.backend for plan in milliseconds if registry.get(plan.backend).screens}:
