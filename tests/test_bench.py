@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fragile_backend
 import numpy
@@ -272,6 +273,32 @@ def test_neurons_in_order_of_firing_with_as_many_hot_ones_as_are_fastest(gated, 
     told_times(0)
     (ordered,) = alternatives(problem, [], ["reference+ordered"])
     assert ordered.hot == 0
+
+
+def test_blocks_in_order_of_firing_are_screened_where_that_is_faster(monkeypatch):
+    problem, asked = make_problem(64, 32, 512, 40.0, seed=3), []
+
+    def plans(times, rare, tokens):
+        asked.append((rare, tokens))
+        return [replace(min(times, key=times.__getitem__), screened=100)]
+
+    def times(calls, device):
+        for call in calls.values():
+            call()
+        return {plan: plan.hot - plan.screened for plan in calls}
+
+    monkeypatch.setattr(feedforward, "screening_plans", plans)
+    monkeypatch.setattr(feedforward, "quick_times", times)
+    ran = Mock(wraps=feedforward.compute)
+    monkeypatch.setattr(feedforward, "compute", ran)
+    ordered, live = alternatives(problem, [], ["reference+ordered", "reference+live"])
+    ran.reset_mock()
+    ordered.call()
+    (call,) = ran.call_args_list
+    assert call.args[1].plan.screened == 100
+    (rare, tokens), (rare_of_live, _) = asked
+    assert tokens == 64
+    assert rare - rare_of_live == live.silent > 0
 
 
 @pytest.mark.parametrize("gated", [False, True])

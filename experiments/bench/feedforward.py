@@ -34,7 +34,7 @@ from twell.ops import Call, compute
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
-from twell.tuning.forward import screened
+from twell.tuning.forward import screening_plans
 from twell.tuning.order import FiringOrder, firing_order, first_neurons
 from twell.tuning.timing import quick_times
 
@@ -301,7 +301,7 @@ class _OrderedCall(_Call):
         tried = [replace(plan, hot=count) for count in (0, *self._order.prefixes) if count < len(ordered.w_up)]
         times = self._times(tried, ordered)
         if problem.w_gate is not None and not self._call.stats:
-            times |= self._times(screened(times, self._order.rare - silent, len(problem.x)), ordered)
+            times |= self._times(screening_plans(times, self._order.rare - silent, len(problem.x)), ordered)
         self._call = self._call._replace(plan=min(times, key=times.__getitem__))
         if self._asked.neurons == WITH_LIVE:
             self._silent = silent

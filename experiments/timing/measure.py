@@ -41,7 +41,7 @@ class Consumer:
     """A call that uses up its input: `make` makes a new one before each `use`, and only `use` is timed.
 
     On CUDA the loop goes on without a pause, so `use` runs right behind `make`, as it does in earnest. Energy is that
-    of both, less that of `make` in a loop of its own; memory is counted with what `make` made.
+    of both, less that of `make`, in loops of their own; memory is counted with what `make` made.
     """
 
     make: Callable[[], Any]
@@ -183,7 +183,7 @@ def time_alternatives(
         if both[1] is None or make[1] is None:
             return None
         joules = both[1] * numpy.mean(both[0]) - make[1] * numpy.mean(make[0])
-        return float(joules / numpy.mean(durations))
+        return float(joules / numpy.mean(durations)) if joules > 0 else None  # else the difference is noise
 
     names = list(calls)
     for turn in range(rounds):

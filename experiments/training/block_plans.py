@@ -158,7 +158,7 @@ class BlockPlans:
         present = block.current_capacity
         if rates_N is not None:
             # On the CPU: running sums on a GPU may differ in the last bit, and then the processes' choices might, too.
-            block.plan = replace(block.plan, hot=tuple(best_split(rates_N.cpu()).neurons.tolist()))
+            block.plan = replace(block.plan, hot=tuple(best_split(rates_N.cpu()).neurons.tolist()), screened=0)
             nonzeros -= rates_N[list(block.plan.indices)].sum().item()
         if block.plan.capacity is None:
             block.current_capacity = fitted(present, capacity_for(nonzeros, block.up_proj.out_features))

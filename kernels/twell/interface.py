@@ -168,7 +168,8 @@ class Backend:
     screens: whether it has a faster way for `Options.screened` neurons.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
-    kernels(request) -> the kernels of forwards without statistics, of any number of tokens: by a key, a call that
+    kernels(request, screened) -> the kernels of forwards without statistics, of any number of tokens, and of screened
+        neurons: by a key, a call that
         compiles and loads it, in any thread. Omitted where calls do not wait for a compiler of their own.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
         are then computed by dense products, without calling `backward`. Omitted if the backward is exact at any
@@ -188,4 +189,4 @@ class Backend:
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
     few_tokens: Callable[[int, int], bool] | None = None
     reads_saved_only: Callable[[Sequence[Tensor]], bool] | None = None
-    kernels: Callable[[Request], dict[Hashable, Callable[[], object]]] | None = None
+    kernels: Callable[[Request, bool], dict[Hashable, Callable[[], object]]] | None = None

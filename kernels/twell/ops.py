@@ -29,7 +29,7 @@ from .checks import (
 )
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
-from .memory import H_AT_ONCE, neuron_major
+from .memory import SCREENS_FROM, neuron_major
 from .plan import CAPACITY, Plan, refuse_earlier
 
 logger = logging.getLogger(__name__)
@@ -187,8 +187,8 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
     tokens = math.prod(x.shape[:-1])
     if plan.hot and not registry.needs_no_hot(backend, tokens, w_up.shape[1]):
         return None, None
-    if plan.screened and tokens >= H_AT_ONCE:
-        return None, None  # takes longer on the device than on the host
+    if plan.screened and tokens >= SCREENS_FROM:
+        return None, None  # what is prepared does not screen
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
     return (None, key) if prepared is None else (prepared.run(x), None)
@@ -253,7 +253,7 @@ def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_we
     x, w_gate, w_up, w_down = inputs
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
-    plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)
+    plan = Plan(name, screened=options.screened)
     y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
     whole = Forward(y, None, None, None, None)
     if rest is not None:

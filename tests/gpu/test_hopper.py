@@ -156,28 +156,24 @@ def test_screened_neurons(tokens, hidden, hot, screened, activation):
 @pytest.mark.parametrize("hot", [0, 128])
 @pytest.mark.parametrize("tokens", [8192 + 77, 40_000])
 def test_screened_neurons_are_as_near_as_others(tokens, hot):
-    """Outlier channels, tiny and huge rows; and neurons that all fire, so that tiles overflow."""
+    """Outlier channels, and neurons that all fire, so that tiles overflow."""
     p = make_problem(tokens, 2048, 2816, 30.0, device=CUDA)
     x, gate, up, down = p.x, p.w_gate, p.w_up, p.w_down.t().contiguous()
     x[:, 7] *= 300
     gate[:, 7] /= 300
-    x[50:60] *= 2.0**-126
-    x[60:70] *= 2.0**100
-    gate[1000:1010] *= 2.0**-110
     gate[1100:1400] = gate[1100:1400].abs() * x[5].sign()  # all fire for token 5
     y, wanted = _screened_and_plain(x, (gate, up, down), hot, 2560)
-    rows = torch.cat((torch.arange(50), torch.arange(70, tokens))).to(CUDA)
-    assert relative_error(y[rows], wanted[rows]) < 2**-8
+    assert relative_error(y, wanted) < 2**-8
     torch.testing.assert_close(y[5], wanted[5], rtol=0.05, atol=0.02 * float(wanted[5].float().abs().max()))
-    torch.testing.assert_close(y[50:60], wanted[50:60], rtol=0.05, atol=2.0**-120, equal_nan=True)
 
 
 def test_what_is_screened_out_does_not_fire():
-    """Rows at right angles to x but for a rounding: exactly those are used whose product in float32 is positive."""
+    """Rows at right angles to x but for a rounding, and tiny and huge ones: where the product is positive is a mark."""
     tokens, hidden, neurons = 8192, 2048, 512
     g = torch.Generator(CUDA).manual_seed(0)
     x, w = (torch.randn((rows, hidden), generator=g, device=CUDA) for rows in (tokens, neurons))
     w -= (w * x[:neurons]).sum(1, keepdim=True) / x[:neurons].square().sum(1, keepdim=True) * x[:neurons]
+    x[50:60], x[60:70], w[100:110] = x[50:60] * 2.0**-126, x[60:70] * 2.0**100, w[100:110] * 2.0**-110
     x, w = x.bfloat16(), w.bfloat16()
     weights = Weights(w, w, w)
     packed = inference.gate_pack(x, weights, stats=False, screen=screen.screen(x, weights, neurons))

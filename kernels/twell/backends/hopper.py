@@ -50,7 +50,7 @@ def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor],
     return adapter.on_own_device(make(x, weights, squared=activation == RELU2))
 
 
-def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
+def _kernels(request: Request, screened: bool) -> dict[Hashable, Callable[[], object]]:
     index = torch.cuda.current_device() if request.device.index is None else request.device.index
     hidden, neurons, squared = request.hidden, request.intermediate, request.activation == RELU2
     count, switches = inference.sm_count(index), inference.Switches(request.gated, squared)
@@ -58,6 +58,7 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
     loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
     if request.gated:
         loads["hot_hidden", index, squared] = partial(hot_steps.hidden_kernel, index, squared)
+    if screened:
         loads["quantise", index, hidden] = partial(screen.quantise_kernel, index, hidden)
         loads["gate_pack", index, inference.WIDE, True] = partial(
             inference.gate_pack_kernel, index, inference.WIDE, True
@@ -73,7 +74,7 @@ def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
         parts = inference.parts_for(tokens, hidden, count)
         loads["gate_pack", index, tiling, False] = partial(inference.gate_pack_kernel, index, tiling, False)
         kinds = [(tiling, parts, switches)]
-        if request.gated:
+        if screened:
             kinds.append((inference.WIDE, parts, switches._replace(screened=True)))
         for each in kinds:
             loads["gated_down", index, hidden, *each] = partial(inference.gated_down_kernel, index, hidden, *each)

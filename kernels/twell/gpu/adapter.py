@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..interface import RELU2, Cold, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
-from ..memory import H_AT_ONCE, aligned, in_pieces, is_aligned
+from ..memory import aligned, in_pieces, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
@@ -54,7 +54,7 @@ class Kernels(NamedTuple):
         `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
     screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
-        these are too few.
+        that does not pay.
 
     squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
@@ -93,7 +93,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
-                if cold is None and kernels.screen is not None and options.screened and _screens(x, weights):
+                if cold is None and kernels.screen is not None and options.screened:
                     left = {"screen": kernels.screen(x, weights, options.screened)}
                 for piece, out in in_pieces(x, y_MK):  # no name for a packed gate, which would outlive its piece
                     kernels.gated_down(
@@ -141,11 +141,6 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         return _parts(saved)[1] is None
 
     return Functions(forward, backward, saved_like, reads_saved_only)
-
-
-def _screens(x: Tensor, weights: Weights) -> bool:
-    """Whether screening pays for its passes over x and over the weights."""
-    return weights.gate is not None and x.shape[0] >= H_AT_ONCE
 
 
 def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:

@@ -7,9 +7,10 @@
 // The product of two rows is then at most e n' + n e' from that of their q: by Cauchy and Schwarz,
 // |v v' - q q'| <= |v - q| |v'| + |q| |v' - q'|. The terms with 2^-24 are for what is rounded in float32: v / s, the
 // products of a row that is computed again, and what the bound is compared with. Norms are rounded up by 2^-10.
-// A row that is not finite, or so large or small that its norms would not be, has no bound: both norms are Inf.
+// A row that is not finite, or so large or small that float32 sums of its products may not be, has no bound: both norms
+// are Inf.
 //
-// A warp has a row, in registers.
+// A warp has a row, in registers (of more than 5,120 values some are spilled).
 // Macros: screen.py's `quantise_macros`.
 #include "ptx.cuh"
 
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) quantise(const __grid_c
     for (int i = 0; i < 8; i++) largest = max(largest, __float_as_uint(v[i]) & 0x7fffffff);
   }
   const float most = __uint_as_float(__reduce_max_sync(~0u, largest));
-  const bool bounded = most > 0x1p-100f && most < 0x1p100f;
+  const bool bounded = most > 0x1p-57f && most < 0x1p57f;
   const float inverse = bounded ? 127 / most : 0;
   float sum = 0, lost = 0;  // squares
 #pragma unroll

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..interface import Weights
 from ..launch_cache import LAUNCHES
-from ..memory import in_rows
+from ..memory import SCREENS_FROM, in_rows
 from . import driver
 from .params import QuantiseParams
 
@@ -38,20 +38,30 @@ class Screen(NamedTuple):
 
 
 def screen(x: Tensor, weights: Weights, count: int) -> Screen | None:
-    """For the last `count` neurons; None if these have no whole tile. x: bfloat16 [M, K], M >= 1; weights: gated."""
+    """For the last `count` neurons; None if these have no whole tile, or where it does not pay: without a gate, and for
+    fewer than `SCREENS_FROM` tokens. x: bfloat16 [M, K]."""
     w = weights.pattern
     first = -(-(w.shape[0] - count) // TILE) * TILE
-    if first >= w.shape[0]:
+    if first >= w.shape[0] or weights.gate is None or x.shape[0] < SCREENS_FROM:
         return None
     rare = in_rows(w[first:])
-    of_x, of_w = (
-        torch.linalg.vector_norm(rows[:: -(-rows.shape[0] // _SAMPLE)], dim=0, dtype=torch.float32)
-        for rows in (x, rare)
-    )
+    divide, multiply = channel_factors(x, rare)
+    return Screen(first, quantised(rare, multiply), divide)
+
+
+def channel_factors(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Powers of two for the channels of x and of w, bfloat16 [K], the second the reciprocal of the first, so that
+    channels of large x and of large w take as much of the range. x: bfloat16 [M, K]; w: bfloat16 [N, K]."""
+    of_x, of_w = (torch.linalg.vector_norm(_sample(rows), dim=0, dtype=torch.float32) for rows in (x, w))
     ratios = (of_x / of_w).nan_to_num_(1, _MOST, 0).clamp_(1 / _MOST, _MOST)
     halves = ratios.view(torch.int32).add_(1 << 23) >> 24  # 64 + half the exponent, from the bits of a float32
     divide, multiply = ((exponents << 7).short().view(torch.bfloat16) for exponents in (191 - halves, 63 + halves))
-    return Screen(first, quantised(rare, multiply), divide)
+    return divide, multiply
+
+
+def _sample(rows: Tensor) -> Tensor:
+    step = -(-rows.shape[0] // _SAMPLE)
+    return rows[step // 2 :: step]  # not the first tokens of sequences
 
 
 def quantised(x: Tensor, factors: Tensor) -> Rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import registry
 from ..hot import hot_neurons
-from ..memory import H_AT_ONCE
+from ..memory import SCREENS_FROM
 from ..modules import SparseFeedForward, pattern_layer
 from ..ops import Call, compute, sparse_ffn
 from ..plan import Plan
@@ -55,7 +55,7 @@ def choose(
 
     times = quick_times({plan: call(plan) for plan in plans}, x.device)
     if order is not None and block.gated and not block.keep_stats:
-        more = screened(times, order.rare, x.shape[:-1].numel())
+        more = screening_plans(times, order.rare, x.shape[:-1].numel())
         times |= quick_times({plan: call(plan) for plan in more}, x.device)
     under_load = contenders(times) if x.is_cuda else []
     times |= sustained_times({plan: call(plan) for plan in under_load}, x.device)
@@ -77,10 +77,10 @@ def choose(
     return Decision(choice, order.neurons if order is not None and best.of_sorted else None)
 
 
-def screened(milliseconds: dict[Plan, float], rare: int, tokens: int) -> list[Plan]:
+def screening_plans(milliseconds: dict[Plan, float], rare: int, tokens: int) -> list[Plan]:
     """The plans to try that screen the `rare` last of a gated block's sorted neurons: of each backend that can, the
     fastest of those measured without hot neurons by index, and the one without hot neurons."""
-    if rare < LEAST_SCREENED or tokens < H_AT_ONCE:
+    if rare < LEAST_SCREENED or tokens < SCREENS_FROM:
         return []
     found = []
     for name in {plan.backend for plan in milliseconds if registry.get(plan.backend).screens}:

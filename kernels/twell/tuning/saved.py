@@ -57,7 +57,7 @@ def _load_kernels(blocks: Sequence[SparseFeedForward], plans: Sequence[Plan]) ->
     for block, plan in zip(blocks, plans, strict=True):
         for name in () if block.training else plan.backends:
             if name != AUTO and (kernels := registry.get(name).kernels) is not None:
-                loads |= kernels(_request(block))
+                loads |= kernels(_request(block), block.gated and plan.screened > 0)
     with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
         for load in [threads.submit(call) for call in loads.values()]:
             load.result()
