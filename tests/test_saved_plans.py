@@ -207,14 +207,16 @@ def test_plans_are_checked_in_the_dtype_of_autocast(monkeypatch):
 def test_kernels_of_loaded_plans_are_loaded_once_for_equal_blocks(training, monkeypatch):
     model, loaded = Two().train(training), []
 
-    def kernels(request):
+    def kernels(request, screened):
         assert not request.training
-        return {(request.hidden, request.intermediate): lambda: loaded.append(request.device.type)}
+        return {(request.hidden, request.intermediate, screened): lambda: loaded.append(request.device.type)}
 
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda name: replace(get(name), kernels=kernels))
     load_plans(model, [{"backend": "reference"}] * 2)
     assert loaded == ([] if training else ["cpu"])
+    load_plans(model, [{"backend": "reference"}, {"backend": "reference", "screened": 3}])
+    assert loaded == ([] if training else ["cpu"] * 3)
 
 
 def test_the_plans_of_a_wrapped_model_are_stored_and_forgotten():
