@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -307,7 +307,7 @@ class _OrderedCall(_Call):
             self._silent = silent
         return ordered
 
-    def _times(self, plans: Iterable[Plan], problem: Problem) -> dict[Plan, float]:
+    def _times(self, plans: Sequence[Plan], problem: Problem) -> dict[Plan, float]:
         inputs = problem.x, problem.w_gate, problem.w_up, problem.w_down
         calls: dict[Plan, Callable[[], object]] = {
             plan: partial(compute, inputs, self._call._replace(plan=plan)) for plan in plans

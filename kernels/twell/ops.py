@@ -184,10 +184,9 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         check_problem(x, w_gate, w_up, w_down)
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    tokens = math.prod(x.shape[:-1])
-    if plan.hot and not registry.needs_no_hot(backend, tokens, w_up.shape[1]):
+    if plan.hot and not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
         return None, None
-    if plan.screened and tokens >= SCREENS_FROM:
+    if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
         return None, None  # what is prepared does not screen
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
@@ -253,7 +252,7 @@ def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_we
     x, w_gate, w_up, w_down = inputs
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
-    plan = Plan(name, screened=options.screened)
+    plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)  # that one exists
     y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
     whole = Forward(y, None, None, None, None)
     if rest is not None:

@@ -110,7 +110,7 @@ struct Token {
         const float g = total(dot(w, x), at, sm.team, flip);
         if (g != __uint_as_float(0xff800000)) word = to_relu_halves(0, g) | (word & 0xffff);
       }
-      __syncwarp();
+      __syncwarp();  // a lane that lags may still read list[end]
       if (word >> 16) list[end] = word, end += P;
     }
     __syncwarp();
