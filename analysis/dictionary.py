@@ -48,8 +48,8 @@ _SHARE, _MEAN = "fraction", "neurons/token"
 _UNITS = {
     "tokens": "tokens", "tokens_trained": "tokens",
     "tokens_per_parameter": "tokens/parameter", "prompt_tokens": "tokens", "batch": "sequences", "hidden": "neurons",
-    "intermediate": "neurons", "hot": "neurons", "silent": "neurons", "backup": _SHARE, "mean_nnz": _MEAN,
-    "step": "optimizer steps", "value": "column unit", "low": "column unit", "high": "column unit",
+    "intermediate": "neurons", "hot": "neurons", "silent": "neurons", "screened": "neurons", "backup": _SHARE,
+    "mean_nnz": _MEAN, "step": "optimizer steps", "value": "column unit", "low": "column unit", "high": "column unit",
 }  # fmt: skip
 _QUANTILES = ("1", "5", "25", "50", "75", "95", "99", "99.9")
 

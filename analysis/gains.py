@@ -24,7 +24,7 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
     columns = [
-        *SAME_RUN, "layers", "plan", "backend", "hot", "silent", "backup",
+        *SAME_RUN, "layers", "plan", "backend", "hot", "silent", "screened", "backup",
         "baseline", "value", "unit", "ratio",
     ]  # fmt: skip
     data = compared[columns].assign(

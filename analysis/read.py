@@ -34,7 +34,9 @@ RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
 # KEY identifies what a row measured, see `identity`. The other columns hold the result and how it was measured.
-RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "baseline", "check_error", "missing", "hot", "silent")
+RESULT_COLUMNS = (
+    "unit", "value", "low", "high", "n", "ratio", "baseline", "check_error", "missing", "hot", "silent", "screened",
+)  # fmt: skip
 VERSION_COLUMNS = ("task_protocol", "power_state", "torch", "triton", "cuda", "revision", "dirty", "date")
 DEVICE_FREE = ("train", "nonzeros", "evaluate")  # operations whose results are about a model, not about a device
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]

@@ -72,6 +72,7 @@ COLUMNS: dict[str, Column] = {
     "gpus": Column("GPUs", 0),
     "hot": Column("hot neurons", 0),
     "silent": Column("pruned neurons", 0),
+    "screened": Column("screened neurons", 0),
     "backup": Column("backup", 3),
     "eager_ratio": Column("speed over uncompiled dense", significant=3),
     "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),

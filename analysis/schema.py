@@ -33,6 +33,9 @@ COLUMNS: tuple[Column, ...] = (
         "hot", "int", "number of hot neurons, computed densely (HOT_PLANS); empty if not applicable or not recorded"
     ),
     Column("silent", "int", "neurons left out, which fired for none of the tokens measured (LIVE_PLANS); else empty"),
+    Column(
+        "screened", "int", "neurons that an int8 product rules out (ORDERED_PLANS, LIVE_PLANS); empty if not recorded"
+    ),
     Column("backup", "float", "share of the tokens in a dense backup (training); empty without one"),
     Column("baseline", "str", "the baseline of `ratio`, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
@@ -82,7 +85,7 @@ COLUMNS: tuple[Column, ...] = (
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
 # Columns that older files lack; they are read as empty.
-ADDED = ("hot", "silent", "backup", "batch", "prompt_tokens")
+ADDED = ("hot", "silent", "screened", "backup", "batch", "prompt_tokens")
 
 
 def absent_columns(header: Sequence[str]) -> tuple[str, ...]:

@@ -41,8 +41,8 @@ def summary(results: Results) -> pd.DataFrame:
 
 
 KERNEL_COLUMNS = (
-    "op", "plan", "backend", "hot", "silent", "backup", "device", "tokens", "hidden", "intermediate", "gated",
-    "mean_nnz", "time_ms", "time_low_ms", "time_high_ms", "ratio", "eager_ratio", "floor_ms", "floor_share",
+    "op", "plan", "backend", "hot", "silent", "screened", "backup", "device", "tokens", "hidden", "intermediate",
+    "gated", "mean_nnz", "time_ms", "time_low_ms", "time_high_ms", "ratio", "eager_ratio", "floor_ms", "floor_share",
     "energy_mj_per_token", "peak_memory_gb", "host_us", "check_error",
 )  # fmt: skip
 BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "host_time": "host_us"}

@@ -133,7 +133,9 @@ def test_columns_newer_than_a_file_are_empty(copy, study):
     assert old["hot"].isna().all()
     pd.testing.assert_frame_equal(old, new)
     change_rows(path, lambda header, rows: drop_columns(header, rows, ["seed"]))
-    with pytest.raises(ResultsError, match=r"missing \['hot', 'silent', 'backup', 'batch', 'prompt_tokens', 'seed'\]"):
+    with pytest.raises(
+        ResultsError, match=r"missing \['hot', 'silent', 'screened', 'backup', 'batch', 'prompt_tokens', 'seed'\]"
+    ):
         read_rows(path)
 
 

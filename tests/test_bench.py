@@ -295,7 +295,7 @@ def test_blocks_in_order_of_firing_are_screened_where_that_is_faster(monkeypatch
     ran.reset_mock()
     ordered.call()
     (call,) = ran.call_args_list
-    assert call.args[1].plan.screened == 100
+    assert call.args[1].plan.screened == ordered.screened == 100
     (rare, tokens), (rare_of_live, _) = asked
     assert tokens == 64
     assert rare - rare_of_live == live.silent > 0
@@ -624,6 +624,7 @@ def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     plans = ("dense", "dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live")
     assert layers == [(layer, plan) for layer in (0, 1) for plan in plans]
     assert all((row["silent"] is not None) == row["plan"].endswith("_live") for row in rows)
+    assert all((row["screened"] == 0) == (row["plan"] in ("twell_ordered", "twell_live")) for row in rows)
     blocks = rows_of(bench_forward, tmp_path / "blocks", *options, "whole_model=false")
     assert {row["op"] for row in blocks} == {"ffn_forward"}
 

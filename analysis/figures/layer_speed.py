@@ -223,7 +223,7 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
     chosen = pd.concat([chosen, beside], ignore_index=True).drop_duplicates(["plan", "layer"])
     names = [
         "study", "item", "device", "op", "model", "l1", "trained", "layer", "plan", "backend", "hot", "silent",
-        "tokens", "hidden", "intermediate", "mean_nnz",
+        "screened", "tokens", "hidden", "intermediate", "mean_nnz",
     ]  # fmt: skip
     lines = chosen[names].assign(
         time_ms=chosen["value"],

@@ -51,10 +51,11 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Counts(NamedTuple):
-    """Columns of a row: neurons left to dense products, and neurons left out; None where it does not apply."""
+    """Columns of a row: neurons left to dense products, left out, and screened; None where it does not apply."""
 
     hot: int | None = None
     silent: int | None = None
+    screened: int | None = None
 
 
 class Form(NamedTuple):
@@ -321,7 +322,7 @@ class _OrderedCall(_Call):
         return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
 
     def counts(self) -> Counts:
-        return Counts(self._call.plan.hot_count, self._silent)
+        return Counts(self._call.plan.hot_count, self._silent, self._call.plan.screened)
 
 
 def _firing_order(problem: Problem) -> FiringOrder:
@@ -389,10 +390,8 @@ def _candidate(
     call, inputs, held = (
         _forward(run, operands) if dy_MK is None else _forward_backward(run, operands, dy_MK, l1, blocks)
     )
-    hot, silent = form.counts()
-    return Candidate(
-        *(form.backend, form.plan, call, error, held), inputs=inputs, hot=hot, silent=silent, backup=form.backup
-    )
+    counts = form.counts()._asdict()
+    return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **counts)
 
 
 class _Timed(NamedTuple):

@@ -25,8 +25,8 @@ class CheckFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One alternative, ready to run: its columns `backend`, `plan`, `hot`, `silent` and `backup`, the call to time, and
-    the error of its check.
+    """One alternative, ready to run: its columns from `backend` to `backup`, the call to time, and the error of its
+    check.
 
     `held` measures the memory that it holds for the backward, where there is one. `tokens` is set where one call has
     another number of tokens than the comparison; its times are then given without a ratio. `inputs`: if set, peak
@@ -43,6 +43,7 @@ class Candidate:
     inputs: Sequence[torch.Tensor] | None = None
     hot: int | None = None
     silent: int | None = None
+    screened: int | None = None
     backup: float | None = None
     known: Mapping[str, Measurement] = field(default_factory=dict)
 
@@ -134,7 +135,7 @@ def compare(
 def _identity(alternative: Candidate | Absent) -> dict[str, Any]:
     columns = {"backend": alternative.backend, "plan": alternative.plan, "backup": alternative.backup}
     if isinstance(alternative, Candidate):
-        columns |= {"hot": alternative.hot, "silent": alternative.silent}
+        columns |= {name: getattr(alternative, name) for name in ("hot", "silent", "screened")}
     return columns
 
 

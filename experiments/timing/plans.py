@@ -1,5 +1,5 @@
-"""How alternatives are called in result rows: the columns `backend`, `plan`, `hot`, `silent` and `backup`, and the
-names that options use."""
+"""How alternatives are called in result rows: the columns from `plan` to `backup`, and the names that
+options use."""
 
 from __future__ import annotations
 

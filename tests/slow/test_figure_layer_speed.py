@@ -63,7 +63,7 @@ def test_every_layer_has_its_ratio_with_every_plan(drawn):
         assert ratio == pytest.approx(faster * own.loc[("twell", 4), "ratio"])
         assert own.loc[(plan, 4), "ratio_low"] == pytest.approx(ratio / 1.05)
         assert own.loc[(plan, 4), "dense_ms"] == pytest.approx(2.0)
-        for column in ("hot", "silent"):
+        for column in ("hot", "silent", "screened"):
             found = own.loc[(plan, 4), column]
             assert pd.isna(found) if column not in counts else found == counts[column]
     lines = [list(line.get_ydata()) for line in drawn.figure.axes[0].lines]
