@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 
 import numpy as np
@@ -63,7 +64,7 @@ def points(results: Results) -> pd.DataFrame:
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
     of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone.
-    `beyond`: the cross-entropy in percent over that of dense models at the same measured time (below 0: sparse is
+    `beyond`: the cross-entropy in percent over the least of dense models at the same measured time (below 0: sparse is
     better), with its 95% interval from `beyond_low` to `beyond_high`, NaN outside of the dense models' times.
 
     Raises:
@@ -137,16 +138,16 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
         **{name: runs[name] / base[name] * 100 for name in ("time", "energy", "step")},
         **{name: runs[name] / base["blocks"] * 100 for name in ("blocks", "pruned")},
     )
-    known = runs[runs["l1"] == 0]
-    beyond = np.stack([_over(part, runs) for _, part in known.groupby("activation")])
-    # Over the better of both kinds of dense models, where both are known.
-    return runs.assign(beyond=np.where(runs["l1"] > 0, np.fmax.reduce(beyond), np.nan))
+    return runs.assign(beyond=np.where(runs["l1"] > 0, _over(runs[runs["l1"] == 0], runs), np.nan))
 
 
 def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
-    """The cross-entropy of each run in percent over that of these dense models at its time, by linear interpolation."""
-    line = dense.sort_values("time")
-    at_time = np.interp(runs["time"], line["time"], line["validation_cross_entropy"], left=np.nan, right=np.nan)
+    """The cross-entropy of each run in percent over the least at its time on any straight line between two of these
+    dense models, ReLU or SiLU."""
+    at_time = np.full(len(runs), np.nan)
+    points = dense.sort_values("time")[["time", "validation_cross_entropy"]].to_numpy("float64")
+    for ends in itertools.combinations(points, 2):
+        at_time = np.fmin(at_time, np.interp(runs["time"], *np.transpose(ends), left=np.nan, right=np.nan))
     return (runs["validation_cross_entropy"].to_numpy() / at_time - 1) * 100
 
 
