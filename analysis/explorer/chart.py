@@ -17,7 +17,7 @@ import pandas as pd
 import vl_convert
 from PIL import Image
 
-from analysis.explorer.runs import NothingGathered
+from analysis.figures.drawn import NotMeasured
 from analysis.figures.style import GRID, INK, MUTED
 from analysis.load import Results
 
@@ -114,8 +114,8 @@ class View:
     def __call__(self, results: Results) -> Chart | Absent:
         try:
             sketch = self._draw(results)
-        except NothingGathered as absent:
-            return Absent(self.name, self.title, str(absent), absent.command)
+        except NotMeasured as absent:
+            return Absent(self.name, self.title, absent.what, absent.command)
         chosen = " + ', ' + ".join(sketch.selected)
         specification = sketch.chart.to_dict(validate=False) | {
             "$schema": SCHEMA,

@@ -11,7 +11,6 @@ from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
 from analysis.explorer.runs import (
     RUN,
-    NothingGathered,
     about,
     gathered,
     in_most_tables,
@@ -20,6 +19,7 @@ from analysis.explorer.runs import (
     of_run,
 )
 from analysis.figures import style
+from analysis.figures.drawn import NotMeasured
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
 
@@ -111,7 +111,7 @@ def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.Dat
 def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
     try:
         tokens = _tokens(results, runs)
-    except NothingGathered:
+    except NotMeasured:
         return None
     known = records(pd.DataFrame({"known": [sorted({run for means in tokens["means"] for run in means})]}))
     absent = (

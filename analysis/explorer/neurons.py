@@ -12,7 +12,6 @@ import pandas as pd
 from analysis.explorer import masks
 from analysis.explorer.chart import Absent, Sketch, choice, nested, records, short, view, zoom
 from analysis.explorer.runs import (
-    NothingGathered,
     about,
     gathered,
     initial,
@@ -20,6 +19,8 @@ from analysis.explorer.runs import (
     layer_names,
     of_run,
 )
+from analysis.figures.drawn import NotMeasured
+from analysis.figures.layers import GATHER
 from analysis.load import Results
 
 RANKS = 96  # points of a line over the neurons of a layer
@@ -76,7 +77,7 @@ def coactivation(results: Results) -> Sketch:
         lists = {"neurons": names, "rates": [short(value * 100) for value in rate], "places": list(range(len(names)))}
         rows.append({"run": label, "layer": layer_name(layer), "rows": r} | lists)
     if not rows:
-        raise NothingGathered("a layer with neurons that fire for some of the tokens")
+        raise NotMeasured("a layer with neurons that fire for some of the tokens", GATHER)
     data = pd.DataFrame(rows)
     chart = (
         alt.Chart(records(data), width=460, height=460)
@@ -111,8 +112,8 @@ def pairs(results: Results) -> pd.DataFrame | Absent:
     """For the run that charts show first: each layer's number of neurons with a partner, and its strongest pair."""
     try:
         runs = gathered(results, "masks", "by_neuron")
-    except NothingGathered as absent:
-        return Absent("pairs", "Strongest pairs", str(absent), absent.command)
+    except NotMeasured as absent:
+        return Absent("pairs", "Strongest pairs", absent.what, absent.command)
     first = runs[runs["label"] == initial(results, runs)]
     rows = []
     for label, layer, mask_TN, _ in _masks(results, first):
@@ -138,7 +139,7 @@ def overlap(results: Results) -> Sketch:
         for distance, near in found.items():
             rows.append({"run": label, "layer": layer, "distance": distance, "near": near * 100, "far": far * 100})
     if not rows:
-        raise NothingGathered("masks of two tokens of one sequence")
+        raise NotMeasured("masks of two tokens of one sequence", GATHER)
     base = (
         alt.Chart(records(pd.DataFrame(rows)), width=560, height=300)
         .transform_filter("datum.run === run")
@@ -291,8 +292,8 @@ def fates(results: Results) -> pd.DataFrame | Absent:
     on; and neurons that were silent at some step but fire at the end."""
     try:
         runs = gathered(results, "in_training")
-    except NothingGathered as absent:
-        return Absent("fates", "What becomes of neurons", str(absent), absent.command)
+    except NotMeasured as absent:
+        return Absent("fates", "What becomes of neurons", absent.what, absent.command)
     rows = []
     table = of_run(results, "in_training", runs)
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):

@@ -78,11 +78,10 @@ def training_gains(results: Results) -> Sketch:
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
-def no_speed(results: Results, op: str, command: str) -> NotMeasured:
-    """The reason why there is nothing to draw: only the reference backend was timed, or nothing."""
-    if len(where(results.rows, op=op, backend=schema.REFERENCE)):
-        return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}", command)
-    return NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
+def no_speed(rows: pd.DataFrame, missing: str, command: str) -> NotMeasured:
+    """The reason why there is nothing to draw: among these rows only the reference backend was timed, or nothing."""
+    timed = where(rows, backend=schema.REFERENCE)
+    return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else missing, command)
 
 
 def fastest_forms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -99,7 +98,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     timed = {panel: _forms(gains(rows, panel.metric)) for panel in panels}
     speed = timed[panels[0]]
     if speed.empty:
-        raise no_speed(results, op, command)
+        wanted = f"rows of {op} with a ratio over dense for gated ReLU models"
+        raise no_speed(where(results.rows, op=op), wanted, command)
     shown = {panel: data for panel, data in timed.items() if len(data)}
     printed = published(op)
     everywhere = where(choose.relu_runs(results.rows), op=schema.WHOLE_MODELS, plan=tuple(set(speed["plan"])))
