@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
@@ -173,19 +173,17 @@ def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only
     specs: by default all.
     measured_only: of the paper's tables only the columns and lines of which this study measured something.
     """
-    tables = [_table(spec, results) for spec in (ALL if specs is None else specs)]
-    if measured_only:
-        tables = [replace(table, frame=_measured(table.frame)) for table in tables]
-    return [table for table in tables if _says_something(table.frame)]
-
-
-def _table(spec: Spec, results: Results) -> Table:
-    """The table, or one line with the reason why it cannot be made."""
-    try:
-        frame = spec.make(results)
-    except DATA_ERRORS as error:
-        frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
-    return Table(spec.name, spec.title, spec.caption, frame)
+    tables = []
+    for spec in ALL if specs is None else specs:
+        try:
+            frame = spec.make(results)
+        except DATA_ERRORS as error:
+            frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
+        if measured_only:
+            frame = _measured(frame)
+        if _says_something(frame):
+            tables.append(Table(spec.name, spec.title, spec.caption, frame))
+    return tables
 
 
 def _says_something(frame: pd.DataFrame) -> bool:

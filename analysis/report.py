@@ -90,21 +90,14 @@ def models(results: Results) -> pd.DataFrame:
     )
 
 
-def _without_full_memory(wide: pd.DataFrame) -> None:
-    """Remove the speed of plain transformers where they are far slower than our eager form with the same tokens: their
-    step then fills the memory, and says nothing about speed."""
-    forms = [("throughput", form) for form in ("transformers", "eager")]
-    if set(forms) <= set(wide.columns):
-        plain, eager = (wide[name] for name in forms)
-        wide.loc[plain < SLOWER_FOR_LACK_OF_MEMORY * eager, forms[0]] = math.nan
-
-
 def uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     """Whole models with nothing compiled, as in the paper: each layer dense or sparse, and the paper's method, over
     the same model with this package's dense block and over unmodified transformers; and the paper's own numbers.
     `second`: the metric beside speed."""
     wide = _forms(results.rows, op)
-    _without_full_memory(wide)
+    plain, eager = (("throughput", form) for form in ("transformers", "eager"))
+    if {plain, eager} <= set(wide.columns):  # steps of plain transformers that fill the memory say nothing about speed
+        wide.loc[wide[plain] < SLOWER_FOR_LACK_OF_MEMORY * wide[eager], [plain]] = math.nan
     name = f"{second}_pct"
     table = _lines(
         wide,

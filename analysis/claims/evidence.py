@@ -138,13 +138,11 @@ class Evidence:
         rows, sweep = (frame[frame["seed"].isin(common)] for frame in (self.results.rows, self.sweep))
         return Evidence(replace(self.results, rows=rows), sweep)
 
-    def measured(
-        self, name: str, l1: float, activation: str = "relu", gated: bool = True, modification: str = "none"
-    ) -> Measured:
-        """A number of `measures.MEASURES` for one variant of the sweep's model, trained like the sweep."""
-        variant = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
+    def measured(self, name: str, l1: float, gated: bool = True, modification: str = "none") -> Measured:
+        """A number of `measures.MEASURES` for one ReLU variant of the sweep's model, trained like the sweep."""
+        variant = Variant(l1, sparse=False, gated=gated, modification=modification)
         measured = measure(variant.of(self._alike), name, variant)
         if math.isnan(measured.value):
-            kind = f"{'gated' if gated else 'non-gated'} {activation}, mitigation: {choose.MODIFICATIONS[modification]}"
+            kind = f"{'gated' if gated else 'non-gated'} relu, mitigation: {choose.MODIFICATIONS[modification]}"
             raise Untested(f"no {MEASURES[name].title} at L1 {l1_label(l1)} ({kind}), trained like the others")
         return measured

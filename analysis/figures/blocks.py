@@ -48,7 +48,17 @@ def against_nonzeros(results: Results) -> Sketch:
         _draw(axes, shown, against, kinds)
     for line in grid:
         line[0].set_ylabel("dense time / sparse time")
-    style.legend_of_panels(picture, grid, len(panels), _handles(data, kinds))
+    handles = [
+        Line2D([], [], label=name, **style.category(index) | {"linestyle": "-"}) for index, name in enumerate(kinds)
+    ]
+    if data["floor_ratio"].notna().any():
+        handles.append(Line2D([], [], label="estimate, no row reused", **FLOOR))
+    if data["published"].any():
+        handles.append(Line2D([], [], label="published kernels", **PUBLISHED))
+    if data["wrong"].any():
+        wrong = PUBLISHED | {"marker": "x"}
+        handles.append(Line2D([], [], label="published kernels, wrong at their default", **wrong))
+    style.legend_of_panels(picture, grid, len(panels), handles)
     lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
     return Sketch(picture, data, f"{device(ours['device'].iloc[0])}, bfloat16.", lacks)
 
@@ -134,20 +144,6 @@ def _draw(axes: Axes, data: pd.DataFrame, x: str, kinds: list[str]) -> None:
     style.log_axis(axes.yaxis)
     if x == "tokens":
         axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
-
-
-def _handles(data: pd.DataFrame, kinds: list[str]) -> list[Line2D]:
-    """The legend: kinds by colour, then everything else that was drawn."""
-    lines = [
-        Line2D([], [], label=name, **style.category(index) | {"linestyle": "-"}) for index, name in enumerate(kinds)
-    ]
-    if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label="estimate, no row reused", **FLOOR))
-    if data["published"].any():
-        lines.append(Line2D([], [], label="published kernels", **PUBLISHED))
-    if data["wrong"].any():
-        lines.append(Line2D([], [], label="published kernels, wrong at their default", **PUBLISHED | {"marker": "x"}))
-    return lines
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:

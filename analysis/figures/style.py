@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import RcKeyType
 
 from analysis.choose import l1_label
@@ -178,20 +178,17 @@ def log_axis(axis: Axis) -> None:
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(_log_locator(high / low, dense=not isinstance(axis, XAxis)))
+    span, has_room = high / low, not isinstance(axis, XAxis)  # for three labels in each of three decades
+    if span < 3:
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    elif span < 8:
+        axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    elif span < 30:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if has_room else 150) else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _log_locator(span: float, *, dense: bool) -> Locator:
-    """dense: with room for three labels in each of three decades."""
-    if span < 3:
-        return MaxNLocator(5, steps=[1, 2, 5, 10])
-    if span < 8:
-        return LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
-    if span < 30:
-        return LogLocator(subs=(1.0, 2.0, 3.0, 5.0))
-    return LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if dense else 150) else (1.0,))
 
 
 def reference_line(axes: Axes, value: float, text: str = "") -> None:
