@@ -82,8 +82,7 @@ class Evidence:
 
     @classmethod
     def of(cls, results: Results) -> Evidence:
-        rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
-        return cls(results, choose.main_model(choose.equally_trained(rows)) if len(rows) else rows)
+        return cls(results, choose.sweep(results.rows, "evaluate"))
 
     @functools.cached_property
     def model(self) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from analysis import choose, describe, paper, schema, stats
 from analysis.choose import l1_label, where
@@ -128,12 +127,7 @@ def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], f
     note = describe.brief(pd.concat([model.trained for model in models]))
     if not lacks:
         note += f" Timed on {describe.devices(models[0].parts['device'])}."
-    return Sketch(_picture(models), data, note, lacks)
-
-
-def _picture(models: list[_Model]) -> Figure:
-    """For each model its non-zeros, and if its layers were timed, their speedup with the fastest plan and with the
-    paper's; two panels in a row."""
+    # For each model its non-zeros, and if its layers were timed, the time saved with the fastest plan and the paper's.
     panels: list[Callable[[Axes, str], None]] = []
     for model in models:
         panels.append(partial(_counts_panel, model=model))
@@ -145,7 +139,7 @@ def _picture(models: list[_Model]) -> Figure:
     picture, axes = style.mosaic(shape, 2.6)
     for letter, panel in zip(letters, panels, strict=True):
         panel(axes[letter], f"({letter}) " if len(panels) > 1 else "")
-    return picture
+    return Sketch(picture, data, note, lacks)
 
 
 def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], float | None]) -> _Model | None:

@@ -26,8 +26,7 @@ FEWEST_VALUES = 3
 def by_l1(results: Results) -> Sketch:
     """Held-out cross-entropy, active neurons in % of N and mean accuracy over the seven tasks (if measured), against
     the L1 value, as means over seeds; beside them, the paper's model."""
-    rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
-    rows = choose.main_model(choose.equally_trained(rows))
+    rows = choose.sweep(results.rows, "evaluate")
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
     active = _active(rows)
     if len(loss) < FEWEST_VALUES or len(active) < FEWEST_VALUES:
