@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 
@@ -35,13 +36,13 @@ OVERVIEW: tuple[Spec, ...] = (
         "models_forward_uncompiled", "Forward pass, nothing compiled, as in the paper",
         "Speed over the same model with this package's dense blocks and, where it says so, over unmodified "
         "transformers, with which the paper compares. Ours: each layer dense or sparse, whichever is faster.",
-        report.forward_uncompiled,
+        partial(report.uncompiled, op="model_forward", second="energy"),
     ),
     Spec(
         "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
         "The same for training steps, with as many tokens as fit with unmodified transformers. A dash: these fill the "
         "memory. The paper's sparse 2B model has a larger batch than its dense one.",
-        report.steps_uncompiled,
+        partial(report.uncompiled, op="model_training", second="peak_memory"),
     ),
     Spec(
         "trainings_compared", "Whole trainings",
@@ -53,12 +54,12 @@ OVERVIEW: tuple[Spec, ...] = (
         "blocks_forward", "One block, forward",
         "Synthetic patterns; speed over the fastest dense implementation in the same run. FP8 dense products "
         "(one scale a row) are no baseline, since they are not exact.",
-        report.blocks_forward,
+        partial(report.blocks, op="ffn_forward"),
     ),
     Spec(
         "blocks_training", "One block, forward and backward",
         "The same with gradients. Backup is the paper's method.",
-        report.blocks_training,
+        partial(report.blocks, op="ffn_training"),
     ),
     Spec(
         "tuned", "One block after autotune, by the tokens of a call",
@@ -163,11 +164,7 @@ DETAILS: tuple[Spec, ...] = (
     ),
 )  # fmt: skip
 
-ALL: tuple[Spec, ...] = (
-    *TABLES,
-    *OVERVIEW,
-    *DETAILS,
-)
+ALL: tuple[Spec, ...] = (*TABLES, *OVERVIEW, *DETAILS)
 
 
 def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only: bool = False) -> list[Table]:
@@ -176,19 +173,17 @@ def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only
     specs: by default all.
     measured_only: of the paper's tables only the columns and lines of which this study measured something.
     """
-    tables = [_table(spec, results) for spec in (ALL if specs is None else specs)]
-    if measured_only:
-        tables = [replace(table, frame=_measured(table.frame)) for table in tables]
-    return [table for table in tables if _says_something(table.frame)]
-
-
-def _table(spec: Spec, results: Results) -> Table:
-    """The table, or one line with the reason why it cannot be made."""
-    try:
-        frame = spec.make(results)
-    except DATA_ERRORS as error:
-        frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
-    return Table(spec.name, spec.title, spec.caption, frame)
+    tables = []
+    for spec in ALL if specs is None else specs:
+        try:
+            frame = spec.make(results)
+        except DATA_ERRORS as error:
+            frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
+        if measured_only:
+            frame = _measured(frame)
+        if _says_something(frame):
+            tables.append(Table(spec.name, spec.title, spec.caption, frame))
+    return tables
 
 
 def _says_something(frame: pd.DataFrame) -> bool:

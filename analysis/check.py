@@ -70,8 +70,6 @@ def check(study: str, source: Path, *, strict: bool = False, show_all: bool = Fa
         FileNotFoundError: the source does not exist or holds no results.
         analysis.read.ResultsError: a file of results is damaged.
     """
-    import pandas as pd
-
     from analysis import comparison, describe
     from analysis.choose import where
     from analysis.load import load
@@ -105,10 +103,9 @@ def check(study: str, source: Path, *, strict: bool = False, show_all: bool = Fa
         print(comparison.report(result, show_all))
         return 0 if result.passed else 1
     criteria = comparison.criteria(alike, measured)
-    table = pd.DataFrame(criteria)
-    table["holds"] = table["holds"].map({True: "yes", False: "NO"})
-    print(f"Beside the committed results ({describe.devices(alike['device'])}):\n{table.to_string(index=False)}")
-    return 0 if all(criterion.holds for criterion in criteria) else 1
+    shown = criteria.assign(holds=criteria["holds"].map({True: "yes", False: "NO"})).to_string(index=False)
+    print(f"Beside the committed results ({describe.devices(alike['device'])}):\n{shown}")
+    return 0 if criteria["holds"].all() else 1
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -109,10 +109,10 @@ def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
     return at_full_width(where(frame, activation="relu", gated=True, modification="none"))
 
 
-def sweep(rows: pd.DataFrame) -> pd.DataFrame:
-    """The trainings of the L1 study proper and what was counted of them: of the model with the most L1 values, trained
-    alike."""
-    rows = relu_runs(where(rows, op=("train", "nonzeros")))
+def sweep(rows: pd.DataFrame, *also: str) -> pd.DataFrame:
+    """The trainings of the L1 study proper and what was counted of them, with the rows of the operations `also`: of the
+    model with the most L1 values, trained alike."""
+    rows = relu_runs(where(rows, op=("train", "nonzeros", *also)))
     return main_model(equally_trained(rows)) if len(rows) else rows
 
 

@@ -67,10 +67,6 @@ _TEXT = Column("text", "str", "", "the token as text")
 _NEURON = Column("neuron", "int", "", "index of the neuron in the layer, from 0")
 
 
-def _counted(*columns: Column) -> tuple[Column, ...]:
-    return (*_RUN, *columns)
-
-
 TABLES: Mapping[str, Table] = {
     "rows": Table("rows.csv", "one measurement", _described(*schema.NAMES)),
     "settings": Table(
@@ -93,8 +89,8 @@ TABLES: Mapping[str, Table] = {
     ),
     "by_layer": Table(
         "nonzeros_by_layer.parquet", "one layer of one run",
-        _counted(
-            _LAYER, Column("neurons", "int", "neurons", "N: neurons of the layer"),
+        (
+            *_RUN, _LAYER, Column("neurons", "int", "neurons", "N: neurons of the layer"),
             Column("tokens", "int", "tokens", "held-out tokens that were read"),
             Column("mean", "float", _MEAN, "mean non-zeros per token"),
             Column("max", "int", _MEAN, "non-zeros of the token with the most"),
@@ -105,27 +101,27 @@ TABLES: Mapping[str, Table] = {
     ),
     "by_neuron": Table(
         "nonzeros_by_neuron.parquet", "one neuron of one layer of one run",
-        _counted(_LAYER, _NEURON, Column("rate", "float", _SHARE, "share of the tokens for which the neuron fires")),
+        (*_RUN, _LAYER, _NEURON, Column("rate", "float", _SHARE, "share of the tokens for which the neuron fires")),
     ),
     "histogram": Table(
         "nonzeros_histogram.parquet", "one number of non-zeros that some token has in a layer",
-        _counted(
-            _LAYER, Column("nonzeros", "int", _MEAN, "this number"),
+        (
+            *_RUN, _LAYER, Column("nonzeros", "int", _MEAN, "this number"),
             Column("tokens", "int", "tokens", "tokens with exactly this number"),
         ),
     ),
     "by_position": Table(
         "nonzeros_by_position.parquet", "one position in the sequence, in one layer",
-        _counted(
-            _LAYER, Column("position", "int", "tokens", "position in the sequence, from 0"),
+        (
+            *_RUN, _LAYER, Column("position", "int", "tokens", "position in the sequence, from 0"),
             Column("mean", "float", _MEAN, "mean non-zeros of the tokens there"),
             Column("tokens", "int", "tokens", "how many tokens were there"),
         ),
     ),
     "by_token": Table(
         "nonzeros_by_token.parquet", "one token of the vocabulary",
-        _counted(
-            _TOKEN_ID, _TEXT, Column("count", "int", "tokens", "how often it occurred"),
+        (
+            *_RUN, _TOKEN_ID, _TEXT, Column("count", "int", "tokens", "how often it occurred"),
             Column("frequency", "float", _SHARE, "its share of the text; built folders hold tokens from 1/2^14 on"),
             Column("mean", "float", _MEAN, "mean non-zeros over its occurrences and over layers"),
             Column("layer_<i>", "float", _MEAN, "the same in layer i"),
@@ -133,24 +129,24 @@ TABLES: Mapping[str, Table] = {
     ),
     "unions": Table(
         "nonzeros_unions.parquet", "one size of a group of consecutive tokens, in one layer",
-        _counted(
-            _LAYER, Column("group", "int", "tokens", "tokens in the group"),
+        (
+            *_RUN, _LAYER, Column("group", "int", "tokens", "tokens in the group"),
             Column("mean", "float", "neurons/group", "neurons that any token of the group activates"),
             Column("fraction", "float", _SHARE, "the same over N"),
         ),
     ),
     "masks": Table(
         "nonzeros_masks.parquet", "one token of the beginning of the text, in the text's order",
-        _counted(
-            Column("index", "int", "", "place of the token in the text, from 0"), _TOKEN_ID, _TEXT,
+        (
+            *_RUN, Column("index", "int", "", "place of the token in the text, from 0"), _TOKEN_ID, _TEXT,
             Column("position", "int", "tokens", "its position in the sequence, from 0"),
             Column("layer_<i>", "bytes", "bits", "the mask of layer i, packed; empty for a run without this layer"),
         ),
     ),
     "in_training": Table(
         "nonzeros_in_training.parquet", "one neuron at one recorded step of a training",
-        _counted(
-            _STEP._replace(meaning="optimizer step: the powers of two, and the last one"),
+        (
+            *_RUN, _STEP._replace(meaning="optimizer step: the powers of two, and the last one"),
             Column("tokens", "int", "tokens", "held-out tokens that were read, the same at every step"),
             _LAYER, _NEURON,
             Column("rate", "float", _SHARE, "share of these tokens for which the neuron fires"),

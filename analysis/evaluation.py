@@ -100,7 +100,13 @@ def page(results: Results) -> str:
     parts.append(_markdown(_losses(results.rows, demo)) if len(demo) else "There are no rows of the demo yet.\n")
     if len(demo) and PROCESSOR_ROWS.is_file():
         parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))
-        parts.append(_markdown(_processors(where(results.rows, study="demo"))))
+        rows = pd.read_csv(PROCESSOR_ROWS, keep_default_na=False, na_values={"layer": "", "value": ""})
+        lines = []
+        for name, own in rows.groupby("processor", sort=False):
+            committed = where(results.rows, study="demo", op="train", item=tuple(own["item"]))
+            criteria = comparison.criteria(committed, own)[1:]
+            lines.append({"processor": name} | dict(zip(criteria["name"], criteria["found"], strict=True)))
+        parts.append(_markdown(pd.DataFrame(lines)))
     parts += [TOLERANCES, _markdown(_tolerances()), OTHER_STUDIES]
     return "\n".join(filter(None, parts))
 
@@ -147,31 +153,16 @@ def _hours(rows: pd.DataFrame, trained: pd.DataFrame) -> str:
 
 
 def _losses(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    metrics = {
-        "cross_entropy": "cross-entropy",
-        "validation_cross_entropy": "held-out cross-entropy",
-        "nonzeros": "non-zeros",
-        "dead_fraction": "dead",
-    }
-    own = where(rows, study="demo", op="train", layer=None, metric=tuple(metrics))
-    table = own.pivot_table(index="item", columns="metric", values="value").reindex(trained["item"])
     shown = {
-        "cross_entropy": lambda value: f"{value:.6f}",
-        "validation_cross_entropy": lambda value: f"{value:.6f}",
-        "nonzeros": lambda value: significant(value, 5),
-        "dead_fraction": lambda value: f"{value:.1%}",
+        "cross_entropy": ("cross-entropy", "{:.6f}".format),
+        "validation_cross_entropy": ("held-out cross-entropy", "{:.6f}".format),
+        "nonzeros": ("non-zeros", lambda value: significant(value, 5)),
+        "dead_fraction": ("dead", "{:.1%}".format),
     }
-    columns = {metrics[name]: table[name].map(form) for name, form in shown.items() if name in table}
+    own = where(rows, study="demo", op="train", layer=None, metric=tuple(shown))
+    table = own.pivot_table(index="item", columns="metric", values="value").reindex(trained["item"])
+    columns = {title: table[name].map(form) for name, (title, form) in shown.items() if name in table}
     return pd.DataFrame({"training": table.index, **columns})
-
-
-def _processors(demo: pd.DataFrame) -> pd.DataFrame:
-    rows = pd.read_csv(PROCESSOR_ROWS, keep_default_na=False, na_values={"layer": "", "value": ""})
-    lines = []
-    for name, own in rows.groupby("processor", sort=False):
-        _, *found = comparison.criteria(where(demo, op="train", item=tuple(own["item"])), own)
-        lines.append({"processor": name} | {one.name: one.found for one in found})
-    return pd.DataFrame(lines)
 
 
 def _tolerances() -> pd.DataFrame:

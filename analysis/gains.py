@@ -20,7 +20,10 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     the most tokens that the dense form takes."""
     chosen = longest_trained(where(of_one_micro_batch(made_for_speed(rows)), metric=metric))
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
-    compared = compared[~_again_with_fewer_tokens(compared)]
+    run = ["study", "item", "pattern", "device", "plan", "backend", "backup"]
+    most = compared.groupby(run, dropna=False)["tokens"].transform("max")
+    # Training steps with fewer tokens, for which a dense form has no room with more.
+    compared = compared[~(compared["op"].eq("model_training") & compared["tokens"].lt(most).fillna(False))]
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
     columns = [
@@ -35,13 +38,6 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         eager_percent=percent(eager_ratios(compared, chosen)),
     )
     return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
-
-
-def _again_with_fewer_tokens(rows: pd.DataFrame) -> pd.Series:
-    """Training steps that the same run also timed with more tokens: those for which a dense form has no room."""
-    run = ["study", "item", "pattern", "device", "plan", "backend", "backup"]
-    most = rows.groupby(run, dropna=False)["tokens"].transform("max")
-    return rows["op"].eq("model_training") & rows["tokens"].lt(most).fillna(False)
 
 
 def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float, float]]:

@@ -112,7 +112,9 @@ def _combined(sources: Sequence[_Source]) -> Results:
     ]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
-    newest = _newest_folder(parts)
+    # Curves and non-zeros of a run are those of the folder with its latest row.
+    dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=part.folder) for part in parts])
+    newest = dates.sort_values("date", kind="stable").groupby(["study", "item"])["folder"].last().to_dict()
     names = sorted({name for part in parts for name in part.tables})
     tables = {name: _merge(name, parts, newest) for name in names}
     if "settings" in tables:
@@ -205,13 +207,21 @@ def _read_folder(folder: Path) -> _Part:
         settings = {"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()}
         tables["settings"] = pd.DataFrame(settings)
     elif (folder / "settings.csv").exists():
-        tables["settings"] = _built_settings(folder / "settings.csv")
+        path = folder / "settings.csv"
+        try:
+            tables["settings"] = pd.read_csv(path, dtype=str, keep_default_na=False)
+        except ValueError as error:
+            raise ResultsError(f"{path}: not a table: {' '.join(str(error).split())}") from None
+        if (header := list(tables["settings"].columns)) != list(SETTING_COLUMNS):
+            raise ResultsError(f"{path}: wanted the columns {list(SETTING_COLUMNS)}, got {header}")
     for name, (key, values) in NONZEROS.items():
         path = folder / f"nonzeros_{name}.parquet"
         if path.exists():
             table = read_table(path, ("study", "item", *key), (*RUN_COLUMNS, *values))
             tables[name] = table.assign(model=table["model"].where(table["model"] != "", table["item"]))
-            _check_items(path, tables[name], rows)
+            # The rows say how and when it was measured.
+            if unknown := set(table["item"].unique()) - set(rows["item"]):
+                raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {folder / 'rows.csv'}")
     return _Part(folder, rows, tables, unnamed)
 
 
@@ -227,29 +237,12 @@ def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return named, sorted(set(rows.loc[unnamed, "item"]))
 
 
-def _check_items(path: Path, table: pd.DataFrame, rows: pd.DataFrame) -> None:
-    """A table's items must have rows in the same folder: the rows say how and when it was measured."""
-    unknown = set(table["item"].unique()) - set(rows["item"])
-    if unknown:
-        raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {path.parent / 'rows.csv'}")
-
-
 def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
     """The one training run whose rows the folder holds: study, item, model, l1, activation, gated, modification."""
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates()
     if len(runs) != 1:
         raise ResultsError(f"{folder / 'rows.csv'}: beside metrics.jsonl, wanted rows of one training, got {len(runs)}")
     return runs.iloc[0]
-
-
-def _built_settings(path: Path) -> pd.DataFrame:
-    try:
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except ValueError as error:
-        raise ResultsError(f"{path}: not a table: {' '.join(str(error).split())}") from None
-    if list(frame.columns) != list(SETTING_COLUMNS):
-        raise ResultsError(f"{path}: wanted the columns {list(SETTING_COLUMNS)}, got {list(frame.columns)}")
-    return frame
 
 
 def _check_names(parts: list[_Part]) -> None:
@@ -297,7 +290,10 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
     with superseded rows."""
     stacked = pd.concat([part.rows.assign(file=str(part.folder / "rows.csv")) for part in parts], ignore_index=True)
     stacked = stacked.drop_duplicates([name for name in stacked.columns if name != "file"])
-    _check_tied(stacked)
+    tied = stacked[identity(stacked).assign(date=stacked["date"]).duplicated(keep=False)]
+    if len(tied):
+        row, files = tied.iloc[0], sorted(set(tied["file"]))
+        raise ResultsError(f"{files}: different values of {row['item']} {row['op']} {row['metric']}, same date")
     ordered = stacked.sort_values("date", kind="stable")
     lost = ordered[identity(ordered).duplicated(keep="last")]
     notes = [
@@ -306,21 +302,6 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
     ]
     kept = ordered.drop(lost.index).drop(columns="file")
     return kept.sort_values(KEY, kind="stable", na_position="first").reset_index(drop=True), notes
-
-
-def _check_tied(stacked: pd.DataFrame) -> None:
-    tied = stacked[identity(stacked).assign(date=stacked["date"]).duplicated(keep=False)]
-    if len(tied):
-        first = tied.iloc[0]
-        files = sorted(set(tied["file"]))
-        raise ResultsError(f"{files}: different values of {first['item']} {first['op']} {first['metric']}, same date")
-
-
-def _newest_folder(parts: list[_Part]) -> dict[tuple[str, str], Path]:
-    """For every (study, item), the folder with its latest row, whose curves and non-zeros are used."""
-    dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=str(part.folder)) for part in parts])
-    latest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
-    return {(row.study, row.item): Path(row.folder) for row in latest.itertuples()}
 
 
 def _merge(name: str, parts: list[_Part], newest: dict[tuple[str, str], Path]) -> pd.DataFrame:

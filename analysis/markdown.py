@@ -10,6 +10,7 @@ import pandas as pd
 from analysis import choose, claims, paper, render, schema
 from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
+from analysis.claims.evidence import FAILS, HOLDS
 from analysis.figures import Drawn
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.frontier import points as frontier_points
@@ -180,8 +181,8 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at {quality['model'].upper()} parameters: {quality['active_pct']:.1f}% active at "
             f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.{_at_equal_time(results)}",
-            f"* **[Claims](paper_figures/README.md)**: {counts.get(claims.HOLDS, 0)} of {len(checked)} reproduced, "
-            f"{counts.get(claims.FAILS, 0)} not, the others in part, within our uncertainty or not testable here.",
+            f"* **[Claims](paper_figures/README.md)**: {counts.get(HOLDS, 0)} of {len(checked)} reproduced, "
+            f"{counts.get(FAILS, 0)} not, the others in part, within our uncertainty or not testable here.",
         ]
     )
 

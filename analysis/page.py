@@ -13,7 +13,8 @@ import pandas as pd
 
 from analysis import choose, claims, describe, explorer, render, schema
 from analysis.catalogue import Table
-from analysis.claims import SHORT, UNTESTED, Claim
+from analysis.claims import Claim
+from analysis.claims.evidence import SHORT, UNTESTED
 from analysis.figures import Drawn
 from analysis.load import Results
 from analysis.tables import COMMON

@@ -13,10 +13,13 @@ from analysis.load import Results
 def table(results: Results) -> pd.DataFrame:
     """One line for each study, device, number of GPUs and revision: operations, text, seeds, dates, and whether the
     working tree was clean."""
-    rows = results.rows.assign(
-        dirty=results.rows["dirty"].map({True: "changed", False: "clean"}).fillna("unknown"),
-        versions=_versions(results.rows),
-    )
+    names = ["torch", "triton", "cuda"]
+    versions = [
+        _listed(f"{name} {value}" for name, value in zip(names, line, strict=True) if value)
+        for line in results.rows[names].itertuples(index=False)
+    ]
+    dirty = results.rows["dirty"].map({True: "changed", False: "clean"}).fillna("unknown")
+    rows = results.rows.assign(dirty=dirty, versions=versions)
     rows["tokens_trained"] = rows["tokens_trained"].astype("Float64") / 1e6
     by = ["study", "device", "gpus", "power_state", "revision", "dirty", "versions"]
     lines = rows.groupby(by, dropna=False, as_index=False).agg(
@@ -29,19 +32,11 @@ def table(results: Results) -> pd.DataFrame:
         last=("date", "max"),
     )
     short = {name: lines[name].str[:10] for name in ("first", "last")}
-    names = {
+    headings = {
         "dirty": "working tree", "power_state": "power state", "tokens": "training tokens (millions)",
         "gpus": "GPUs", "first": "first (UTC)", "last": "last (UTC)",
     }  # fmt: skip
-    return lines.assign(revision=lines["revision"].str[:12], **short).rename(columns=names)
-
-
-def _versions(rows: pd.DataFrame) -> list[str]:
-    names = ("torch", "triton", "cuda")
-    cells = zip(*(rows[name] for name in names), strict=True)
-    return [
-        _listed(f"{name} {value}" if value else "" for name, value in zip(names, line, strict=True)) for line in cells
-    ]
+    return lines.assign(revision=lines["revision"].str[:12], **short).rename(columns=headings)
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -61,8 +61,15 @@ def read_rows(path: Path) -> pd.DataFrame:
     _check_known(path, rows, "plan", ("", *schema.PLANS))
     _check_known(path, rows, "modification", ("", *schema.MODIFICATIONS))
     _check_known(path, rows, "metric", schema.METRICS)
-    _check_units(path, rows)
-    _check_values(path, rows)
+    units = rows["metric"].map({name: metric.unit for name, metric in schema.METRICS.items()})
+    if len(wrong := rows[rows["unit"] != units]):
+        at, row = wrong.index[0], wrong.iloc[0]
+        raise ResultsError(f"{path}: row {at + 2}: {row['metric']} in {row['unit']!r}, wanted {units[at]!r}")
+    if len(wrong := rows[rows["value"].isna() == (rows["missing"] == "")]):
+        at, row = wrong.index[0], wrong.iloc[0]
+        came = "neither a value nor a reason" if row["missing"] == "" else f"a value and a reason ({row['missing']!r})"
+        what = f"row {at + 2} ({row['op']} {row['metric']})"
+        raise ResultsError(f"{path}: {what} has {came}, wanted exactly one of them")
     _check_duplicates(path, identity(rows), KEY)
     return rows
 
@@ -142,26 +149,6 @@ def _check_known(path: Path, rows: pd.DataFrame, name: str, known: Collection[st
         raise ResultsError(f"{path}: row {unknown[0] + 2}: unknown {name} {came!r}, wanted one of {names}")
 
 
-def _check_units(path: Path, rows: pd.DataFrame) -> None:
-    units = rows["metric"].map({name: metric.unit for name, metric in schema.METRICS.items()})
-    wrong = rows.index[rows["unit"] != units]
-    if len(wrong):
-        row = rows.loc[wrong[0]]
-        raise ResultsError(
-            f"{path}: row {wrong[0] + 2}: {row['metric']} in {row['unit']!r}, wanted {units[wrong[0]]!r}"
-        )
-
-
-def _check_values(path: Path, rows: pd.DataFrame) -> None:
-    wrong = rows.index[rows["value"].isna() == (rows["missing"] == "")]
-    if len(wrong):
-        row = rows.loc[wrong[0]]
-        came = "neither a value nor a reason" if row["missing"] == "" else f"a value and a reason ({row['missing']!r})"
-        raise ResultsError(
-            f"{path}: row {wrong[0] + 2} ({row['op']} {row['metric']}) has {came}, wanted exactly one of them"
-        )
-
-
 def _check_duplicates(path: Path, frame: pd.DataFrame, key: list[str]) -> None:
     again = frame.loc[frame.duplicated(key).to_numpy(), key]
     if len(again):
@@ -194,35 +181,23 @@ def metric_points(path: Path) -> list[tuple]:
     points: list[tuple] = []
     last_step = -1
     for number, line in enumerate(_text(path).rstrip("\n").split("\n"), start=1):
-        record = _parse_line(path, number, line)
-        if record["step"] <= last_step:
-            raise ResultsError(f"{path}: line {number}: step {record['step']} comes after step {last_step}")
-        last_step = record["step"]
-        points.extend(_flatten_line(path, number, record))
-    return points
-
-
-def _parse_line(path: Path, number: int, line: str) -> dict:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ResultsError(f"{path}: line {number} is not JSON (half-written?): {error}") from None
-    if not isinstance(record, dict) or not {"step", "tokens"} <= record.keys():
-        raise ResultsError(f"{path}: line {number}: wanted an object with step and tokens, got {line[:80]!r}")
-    return record
-
-
-def _flatten_line(path: Path, number: int, record: dict) -> list[tuple]:
-    step, tokens = record["step"], record["tokens"]
-    points = []
-    for metric, value in record.items():
-        if metric in ("step", "tokens", *_NAMES) or value is None:  # null: not measured at this step
-            continue
-        layers = enumerate(value) if isinstance(value, list) else [(pd.NA, value)]
-        for layer, number_ in layers:
-            if isinstance(number_, bool) or not isinstance(number_, (int, float)):
-                raise ResultsError(f"{path}: line {number}: {metric} holds {number_!r}, wanted numbers")
-            points.append((step, tokens, layer, metric, float(number_)))
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ResultsError(f"{path}: line {number} is not JSON (half-written?): {error}") from None
+        if not isinstance(record, dict) or not {"step", "tokens"} <= record.keys():
+            raise ResultsError(f"{path}: line {number}: wanted an object with step and tokens, got {line[:80]!r}")
+        step, tokens = record.pop("step"), record.pop("tokens")
+        if step <= last_step:
+            raise ResultsError(f"{path}: line {number}: step {step} comes after step {last_step}")
+        last_step = step
+        for metric, content in record.items():
+            if metric in _NAMES or content is None:  # null: not measured at this step
+                continue
+            for layer, value in enumerate(content) if isinstance(content, list) else [(pd.NA, content)]:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise ResultsError(f"{path}: line {number}: {metric} holds {value!r}, wanted numbers")
+                points.append((step, tokens, layer, metric, float(value)))
     return points
 
 

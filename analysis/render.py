@@ -183,7 +183,7 @@ def texts(frame: pd.DataFrame) -> pd.DataFrame:
         if name.endswith(BESIDE) or name == "note":
             continue
         column = COLUMNS.get(name, Column(name))
-        beside = [_beside(frame, name + ending) for ending in BESIDE]
+        beside = [frame.get(name + ending, [math.nan] * len(frame)) for ending in BESIDE]
         cells = [_cell(name, column, value) for value in frame[name]]
         shown[column.heading] = [_qualified(*parts) for parts in zip(cells, *beside, strict=True)]
     table = pd.DataFrame(shown)
@@ -192,10 +192,6 @@ def texts(frame: pd.DataFrame) -> pd.DataFrame:
         place, lead = ("device", "") if "device" in frame else ("source", "ours: ")
         table.loc[absent, place] = lead + frame.loc[absent, "note"]
     return table
-
-
-def _beside(frame: pd.DataFrame, name: str) -> pd.Series:
-    return frame[name] if name in frame else pd.Series(math.nan, index=frame.index)
 
 
 def _qualified(text: str, half_width: float, change: float, eager: float, seeds: float) -> str:

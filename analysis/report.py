@@ -90,21 +90,14 @@ def models(results: Results) -> pd.DataFrame:
     )
 
 
-def _without_full_memory(wide: pd.DataFrame) -> None:
-    """Remove the speed of plain transformers where they are far slower than our eager form with the same tokens: their
-    step then fills the memory, and says nothing about speed."""
-    forms = [("throughput", form) for form in ("transformers", "eager")]
-    if set(forms) <= set(wide.columns):
-        plain, eager = (wide[name] for name in forms)
-        wide.loc[plain < SLOWER_FOR_LACK_OF_MEMORY * eager, forms[0]] = math.nan
-
-
-def _uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
+def uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     """Whole models with nothing compiled, as in the paper: each layer dense or sparse, and the paper's method, over
     the same model with this package's dense block and over unmodified transformers; and the paper's own numbers.
     `second`: the metric beside speed."""
     wide = _forms(results.rows, op)
-    _without_full_memory(wide)
+    plain, eager = (("throughput", form) for form in ("transformers", "eager"))
+    if {plain, eager} <= set(wide.columns):  # steps of plain transformers that fill the memory say nothing about speed
+        wide.loc[wide[plain] < SLOWER_FOR_LACK_OF_MEMORY * wide[eager], [plain]] = math.nan
     name = f"{second}_pct"
     table = _lines(
         wide,
@@ -122,20 +115,10 @@ def _uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     return table.assign(published=1 + table["published"] / 100)
 
 
-def forward_uncompiled(results: Results) -> pd.DataFrame:
-    """Forward passes with nothing compiled."""
-    return _uncompiled(results, "model_forward", "energy")
-
-
-def steps_uncompiled(results: Results) -> pd.DataFrame:
-    """Training steps with nothing compiled."""
-    return _uncompiled(results, "model_training", "peak_memory")
-
-
 PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(schema.ORDERED_PLANS.values())
 
 
-def _blocks(results: Results, op: str) -> pd.DataFrame:
+def blocks(results: Results, op: str) -> pd.DataFrame:
     """One block on synthetic patterns, with the most tokens measured: time of the fastest dense form, and the speed of
     every neuron sparse, hot, sorted, with backup, of Triton, and of FP8 products, with their error."""
     every = where(results.rows, op=op, metric="time")
@@ -161,16 +144,6 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
     table = pd.DataFrame(columns).dropna(subset="plain")
     table = table.reset_index().dropna(axis="columns", how="all")
     return table.assign(gated=table["gated"].map({True: "yes", False: "no"}))
-
-
-def blocks_forward(results: Results) -> pd.DataFrame:
-    """One block, forward."""
-    return _blocks(results, "ffn_forward")
-
-
-def blocks_training(results: Results) -> pd.DataFrame:
-    """One block, forward and backward."""
-    return _blocks(results, "ffn_training")
 
 
 def tuned(results: Results) -> pd.DataFrame:

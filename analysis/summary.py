@@ -143,24 +143,16 @@ def _with_other_metrics(timed: pd.DataFrame, rows: pd.DataFrame, names: dict[str
     return timed
 
 
-LAYER_COLUMNS: dict[str, str] = {  # metric -> column
-    "nonzeros": "nonzeros",
-    "nonzeros_p50": "nonzeros_p50",
-    "nonzeros_p99": "nonzeros_p99",
-    "nonzeros_max": "nonzeros_max",
-    "silent_fraction": "silent_pct",
-    "hot_share": "hot_pct",
-}
-
-
 def layers(results: Results) -> pd.DataFrame:
     """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: the distribution of its
     non-zeros over real tokens, the neurons that never fired, and the share of all non-zeros in the most active
     tenth."""
-    rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=tuple(LAYER_COLUMNS)))
+    metrics = ("nonzeros", "nonzeros_p50", "nonzeros_p99", "nonzeros_max", "silent_fraction", "hot_share")
+    rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=metrics))
     rows = choose.equally_trained(rows[rows["layer"].notna()])
     means = rows.groupby(["model", "l1", "layer", "metric"], dropna=False)["value"].mean()
-    table = means.unstack("metric").rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
+    table = means.unstack("metric").reindex(columns=metrics)
+    table = table.rename(columns={"silent_fraction": "silent_pct", "hot_share": "hot_pct"})
     table[["silent_pct", "hot_pct"]] *= 100
     return _by_model(table.rename_axis(columns=None).reset_index())
 

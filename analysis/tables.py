@@ -144,7 +144,10 @@ def _compare(
     variant_columns: the first is the subject of the table. Our own scales that do not vary in it are left out if others
         do."""
     published = paper.table(reference)
-    lines = _our_lines(results, columns, variants, fewest)
+    lines: list[dict[str, object]] = []
+    for scale, rows in _scales(results).items():
+        own = [line for one in variants(rows) for line in _variant_lines(results, scale, one, columns)]
+        lines += own if len(own) >= fewest else []
     if fewest > 1:
         lines = _varied(lines, variant_columns[0], {scale.lower() for scale in published["scale"]})
     beside = [name + ending for name in columns for ending in render.BESIDE]
@@ -195,14 +198,6 @@ def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
         else:
             frame[name] = pd.to_numeric(frame[name]).astype("Int64" if name in whole else "float64")
     return frame
-
-
-def _our_lines(results: Results, columns: dict[str, str], variants: Variants, fewest: int) -> list[dict[str, object]]:
-    lines = []
-    for scale, rows in _scales(results).items():
-        own = [line for one in variants(rows) for line in _variant_lines(results, scale, one, columns)]
-        lines += own if len(own) >= fewest else []
-    return lines
 
 
 # Several tables show the same numbers of the same variants.

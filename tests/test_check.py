@@ -171,7 +171,7 @@ def test_rows_that_are_wanted_twice_do_not_hide_each_other(committed):
 
 def held(measured):
     """By criterion, whether it holds for these rows beside the committed ones of the demo."""
-    return {one.name: one.holds for one in criteria(committed_rows("demo"), measured)}
+    return criteria(committed_rows("demo"), measured).set_index("name")["holds"].to_dict()
 
 
 @pytest.mark.slow

@@ -50,7 +50,9 @@ def test_whole_models_over_the_compiled_dense_one_with_as_many_tokens(tmp_path):
 
 
 def test_steps_with_nothing_compiled_beside_the_papers(tmp_path):
-    line = report.steps_uncompiled(results_of(tmp_path, [*steps(2048), *steps(4096, plain=6.0)])).iloc[0]
+    line = report.uncompiled(
+        results_of(tmp_path, [*steps(2048), *steps(4096, plain=6.0)]), "model_training", "peak_memory"
+    ).iloc[0]
     assert line["fastest_over_eager"] == pytest.approx(1.2)
     assert line["papers_over_eager"] == pytest.approx(0.9)
     assert line["papers_over_transformers"] == pytest.approx(9 / 9.5), "of the step with fewer tokens"
@@ -59,7 +61,7 @@ def test_steps_with_nothing_compiled_beside_the_papers(tmp_path):
 
 
 def test_a_step_that_fills_the_memory_is_no_baseline_for_speed(tmp_path):
-    line = report.steps_uncompiled(results_of(tmp_path, steps(4096, plain=6.0))).iloc[0]
+    line = report.uncompiled(results_of(tmp_path, steps(4096, plain=6.0)), "model_training", "peak_memory").iloc[0]
     assert pd.isna(line["papers_over_transformers"])
     assert line["peak_memory_pct"] == pytest.approx(-25)
 
@@ -83,7 +85,7 @@ def test_one_block_with_the_most_tokens(tmp_path):
         block("twell_ordered", "hopper", 4096, 0.75, 2.0),
         block("twell", "hopper", 1024, 0.1, 9.0),
     ]
-    line = report.blocks_forward(results_of(tmp_path, rows)).iloc[0]
+    line = report.blocks(results_of(tmp_path, rows), "ffn_forward").iloc[0]
     assert (line["mean_nnz"], line["dense_ms"], line["plain"], line["sorted_ratio"]) == (29, 1.5, 1.5, 2.0)
 
 
@@ -147,6 +149,6 @@ def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):
         for plan, backend, time in forms
     ]
     results = results_of(tmp_path, rows)
-    (line,) = report.blocks_forward(results).to_dict("records")
+    (line,) = report.blocks(results, "ffn_forward").to_dict("records")
     assert (line["plain"], line["dense_fp8"], line["fp8_error_pct"]) == (1.5, 2.0, pytest.approx(10))
     assert set(choose.made_for_speed(results.rows)["plan"]) == {"dense", "twell"}

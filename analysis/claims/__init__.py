@@ -19,12 +19,8 @@ from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     APART,
     CONSISTENT,
-    FAILS,
     HOLDS,
-    PARTLY,
     SHORT,
-    TESTED,
-    UNTESTABLE,
     UNTESTED,
     VERDICTS,
     Evidence,
@@ -35,11 +31,6 @@ from analysis.claims.evidence import (
 from analysis.gains import published
 from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.render import NOTHING, signed, span
-
-__all__ = [
-    "APART", "CONSISTENT", "FAILS", "HOLDS", "PARTLY", "SHORT", "TESTED", "UNTESTABLE", "UNTESTED", "VERDICTS", "Claim",
-    "check", "check_all", "details", "table", "tally",
-]  # fmt: skip
 
 CELLS = ("claim", "paper", "ours", "verdict", "why")
 WHOLE_MODELS = {

@@ -121,9 +121,17 @@ def correlation(evidence: Evidence) -> Finding:
 def linearity(timed: pd.DataFrame) -> Finding:
     """Pearson's r of non-zeros and the share of time saved, over the layers of each model, L1 value and plan."""
     bound = paper.fact(6, r"Pearson r below (-[\d.]+)")
-    lines = _correlations(timed[timed["l1"] > 0])
-    if lines.empty:
+    intervals = {}  # of each model, L1 value and plan with enough layers, each a mean over seeds
+    timed = timed.assign(saved=1 - 1 / timed["ratio"])
+    for (model, l1, series), group in timed[timed["l1"] > 0].groupby(["model", "l1", "series"]):
+        layers = group.groupby("layer")[["mean_nnz", "saved"]].mean()
+        r, count = stats.pearson(layers["mean_nnz"], layers["saved"]), len(layers)
+        if count >= FEWEST_FOR_R and not math.isnan(r):
+            name = f"{model} at L1 {l1_label(l1)}, {series}"
+            intervals[name] = (r, *stats.pearson_interval(r, count), count)
+    if not intervals:
         raise Untested(f"no model with at least {FEWEST_FOR_R} timed layers")
+    lines = pd.DataFrame.from_dict(intervals, orient="index", columns=["r", "low", "high", "layers"])
     least, most = lines["low"].min(), lines["high"].max()
     met = {
         "the interval reaches above −0.9": most < -0.9,
@@ -135,18 +143,6 @@ def linearity(timed: pd.DataFrame) -> Finding:
     ]
     ours = f"{span(lines['r'], _r)}, by model and L1"
     return Finding(ours, *graded(met), None, details, describe.devices(timed["device"]))
-
-
-def _correlations(timed: pd.DataFrame) -> pd.DataFrame:
-    """r with its 95% interval for each model, L1 value and plan with enough layers, each a mean over seeds."""
-    lines = {}
-    timed = timed.assign(saved=1 - 1 / timed["ratio"])
-    for (model, l1, series), group in timed.groupby(["model", "l1", "series"]):
-        layers = group.groupby("layer")[["mean_nnz", "saved"]].mean()
-        r = stats.pearson(layers["mean_nnz"], layers["saved"])
-        if len(layers) >= FEWEST_FOR_R and not math.isnan(r):
-            lines[f"{model} at L1 {l1_label(l1)}, {series}"] = (r, *stats.pearson_interval(r, len(layers)), len(layers))
-    return pd.DataFrame.from_dict(lines, orient="index", columns=["r", "low", "high", "layers"])
 
 
 def _r(value: float) -> str:

@@ -34,7 +34,6 @@ VERDICTS: dict[str, str] = {
     FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",
     SLOWER: "likewise",
 }
-TESTED = (HOLDS, CONSISTENT, PARTLY, FAILS)
 APART = (INCONSISTENT, FASTER, SLOWER)  # verdicts that are not about a claim of the paper
 
 
@@ -82,8 +81,7 @@ class Evidence:
 
     @classmethod
     def of(cls, results: Results) -> Evidence:
-        rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
-        return cls(results, choose.main_model(choose.equally_trained(rows)) if len(rows) else rows)
+        return cls(results, choose.sweep(results.rows, "evaluate"))
 
     @functools.cached_property
     def model(self) -> str:
@@ -138,13 +136,11 @@ class Evidence:
         rows, sweep = (frame[frame["seed"].isin(common)] for frame in (self.results.rows, self.sweep))
         return Evidence(replace(self.results, rows=rows), sweep)
 
-    def measured(
-        self, name: str, l1: float, activation: str = "relu", gated: bool = True, modification: str = "none"
-    ) -> Measured:
-        """A number of `measures.MEASURES` for one variant of the sweep's model, trained like the sweep."""
-        variant = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
+    def measured(self, name: str, l1: float, gated: bool = True, modification: str = "none") -> Measured:
+        """A number of `measures.MEASURES` for one ReLU variant of the sweep's model, trained like the sweep."""
+        variant = Variant(l1, sparse=False, gated=gated, modification=modification)
         measured = measure(variant.of(self._alike), name, variant)
         if math.isnan(measured.value):
-            kind = f"{'gated' if gated else 'non-gated'} {activation}, mitigation: {choose.MODIFICATIONS[modification]}"
+            kind = f"{'gated' if gated else 'non-gated'} relu, mitigation: {choose.MODIFICATIONS[modification]}"
             raise Untested(f"no {MEASURES[name].title} at L1 {l1_label(l1)} ({kind}), trained like the others")
         return measured

@@ -277,7 +277,12 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
         "not fewer dead neurons": dead_after < dead_before,
         f"cross-entropy {signed((loss_after / loss_before - 1) * 100, 1)}": loss_after <= 1.01 * loss_before,
     }
-    change, error = _paired_nonzeros(common, others, where(runs, l1=l1))
+    counted = where(in_training, metric="nonzeros", layer=None)
+    without, with_it = (
+        counted.merge(group[choose.RUN]).groupby("seed")["value"].mean() for group in (others, where(runs, l1=l1))
+    )
+    differences = (with_it - without).dropna()
+    change, error = float(differences.mean()), stats.half_width_95(differences.tolist())
     moved = f"non-zeros {f'{change:+.1f}'.replace('-', '−')}{'' if math.isnan(error) else f' ± {error:.1f}'}"
     if modification == KEEPS_NONZEROS:
         met[moved] = change - (0 if math.isnan(error) else error) <= 0
@@ -293,14 +298,6 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
         f"Paired by seed: {moved} (95%).",
     )
     return Finding(ours, verdict, reasons, common.seeds(plain_l1), details)
-
-
-def _paired_nonzeros(evidence: Evidence, runs: pd.DataFrame, others: pd.DataFrame) -> tuple[float, float]:
-    """The mean non-zeros of `others` less those of `runs`, and half the 95% interval over the seeds that both have."""
-    rows = where(evidence.results.rows, op="train", metric="nonzeros", layer=None)
-    first, second = (rows.merge(group[choose.RUN]).groupby("seed")["value"].mean() for group in (runs, others))
-    differences = (second - first).dropna()
-    return float(differences.mean()), stats.half_width_95(differences.tolist())
 
 
 def dead(evidence: Evidence) -> Finding:

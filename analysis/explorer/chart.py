@@ -17,7 +17,8 @@ import pandas as pd
 import vl_convert
 from PIL import Image
 
-from analysis.explorer.runs import NothingGathered
+from analysis.explorer.runs import gathered
+from analysis.figures.drawn import NotMeasured
 from analysis.figures.style import GRID, INK, MUTED
 from analysis.load import Results
 
@@ -105,17 +106,20 @@ class Sketch:
 
 
 class View:
-    """A chart before it is drawn. Calling it with `Results` returns a `Chart`, or `Absent` if there are no data."""
+    """A chart before it is drawn, or a table before it is made. Calling it with `Results` returns a `Chart` or a
+    frame, or `Absent` if there are no data."""
 
-    def __init__(self, name: str, title: str, draw: Callable[[Results], Sketch]):
-        self.name, self.title, self._draw = name, title, draw
+    def __init__(self, name: str, title: str, tables: Sequence[str], draw: Callable[..., Any]):
+        self.name, self.title, self._tables, self._draw = name, title, tables, draw
         functools.update_wrapper(self, draw)
 
-    def __call__(self, results: Results) -> Chart | Absent:
+    def __call__(self, results: Results) -> Any:
         try:
-            sketch = self._draw(results)
-        except NothingGathered as absent:
-            return Absent(self.name, self.title, str(absent), absent.command)
+            sketch = self._draw(results, gathered(results, *self._tables))
+        except NotMeasured as absent:
+            return Absent(self.name, self.title, absent.what, absent.command)
+        if isinstance(sketch, pd.DataFrame):
+            return sketch
         chosen = " + ', ' + ".join(sketch.selected)
         specification = sketch.chart.to_dict(validate=False) | {
             "$schema": SCHEMA,
@@ -129,9 +133,10 @@ class View:
         return Chart(self.name, self.title, sketch.caption, specification)
 
 
-def view(name: str, title: str) -> Callable[[Callable[[Results], Sketch]], View]:
-    """Decorator that turns a drawing function into a `View`."""
-    return functools.partial(View, name, title)
+def view(name: str, title: str, *tables: str) -> Callable[[Callable[..., Any]], View]:
+    """Decorator that turns a function of the results, and of the runs that are in all of these tables, into a `View`.
+    The function returns a `Sketch` or a frame."""
+    return functools.partial(View, name, title, tables)
 
 
 def _height(part: Mapping[str, Any]) -> int:

@@ -11,7 +11,6 @@ from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
 from analysis.explorer.runs import (
     RUN,
-    NothingGathered,
     about,
     gathered,
     in_most_tables,
@@ -20,6 +19,7 @@ from analysis.explorer.runs import (
     of_run,
 )
 from analysis.figures import style
+from analysis.figures.drawn import NotMeasured
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
 
@@ -28,15 +28,18 @@ SIZE: dict[str, Any] = {"width": 330, "height": 240}
 EITHER = "datum.run === first || datum.run === second"
 
 
-@view("explorer-two-runs", "Two runs side by side")
-def two_runs(results: Results) -> Sketch:
+@view("explorer-two-runs", "Two runs side by side", "by_layer")
+def two_runs(results: Results, runs: pd.DataFrame) -> Sketch:
     """Any two runs: mean non-zeros by layer and, if both have them, by position, as histograms, and token by token."""
-    runs = gathered(results, "by_layer")
     names = list(runs["label"])
     panels = [_by_layer(results, runs), _positions(results, runs), _histogram(results, runs), _scatter(results, runs)]
     there = [panel for panel in panels if panel is not None]
     rows = [alt.hconcat(*there[at : at + 2]) for at in range(0, len(there), 2)]
-    first, second = _pair(results, runs)
+    # Of the first model: the run without L1 (of several, the one in the most tables), and the recommended one.
+    first = second = initial(results, runs)
+    others = of_first_model(runs)
+    if len(others := others[others["label"] != second]):
+        first = in_most_tables(results, others)
     chart = alt.vconcat(*rows).resolve_scale(color="shared")
     chart = chart.add_params(choice("first", names, first, "first run"), choice("second", names, second, "second run"))
     caption = (
@@ -44,15 +47,6 @@ def two_runs(results: Results) -> Sketch:
         f"tokenizer. {about(results, runs)}"
     )
     return Sketch(chart, caption, ("first + ' and ' + second",))
-
-
-def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
-    """The labels to show first: of the first model, the run without L1 (of several, the one in the most tables), and
-    the recommended one."""
-    recommended = initial(results, runs)
-    others = of_first_model(runs)
-    others = others[others["label"] != recommended]
-    return (in_most_tables(results, others) if len(others) else recommended), recommended
 
 
 def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:
@@ -111,7 +105,7 @@ def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.Dat
 def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
     try:
         tokens = _tokens(results, runs)
-    except NothingGathered:
+    except NotMeasured:
         return None
     known = records(pd.DataFrame({"known": [sorted({run for means in tokens["means"] for run in means})]}))
     absent = (

@@ -10,16 +10,16 @@ import numpy as np
 import pandas as pd
 
 from analysis.explorer import masks
-from analysis.explorer.chart import Absent, Sketch, choice, nested, records, short, view, zoom
+from analysis.explorer.chart import Sketch, choice, nested, records, short, view, zoom
 from analysis.explorer.runs import (
-    NothingGathered,
     about,
-    gathered,
     initial,
     layer_name,
     layer_names,
     of_run,
 )
+from analysis.figures.drawn import NotMeasured
+from analysis.figures.layers import GATHER
 from analysis.load import Results
 
 RANKS = 96  # points of a line over the neurons of a layer
@@ -30,10 +30,9 @@ FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
 
 
-@view("explorer-rates", "How often each neuron fires")
-def firing_rates(results: Results) -> Sketch:
+@view("explorer-rates", "How often each neuron fires", "by_neuron")
+def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
     """The firing rates of each layer's neurons, the most active first."""
-    runs = gathered(results, "by_neuron")
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
         rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
@@ -63,10 +62,10 @@ def firing_rates(results: Results) -> Sketch:
 # --- which fire together ----------------------------------------------------------------------------------------------
 
 
-@view("explorer-together", "Which neurons fire together")
-def coactivation(results: Results) -> Sketch:
+@view("explorer-together", "Which neurons fire together", "masks", "by_neuron")
+def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
     """Correlation of firing among the neurons of a layer with the strongest partners."""
-    runs, left_out = _first(gathered(results, "masks", "by_neuron"))
+    runs, left_out = _first(runs)
     rows = []
     for label, layer, mask_TN, _ in _masks(results, runs):
         index_n, phi_nn = masks.correlation(mask_TN)
@@ -76,7 +75,7 @@ def coactivation(results: Results) -> Sketch:
         lists = {"neurons": names, "rates": [short(value * 100) for value in rate], "places": list(range(len(names)))}
         rows.append({"run": label, "layer": layer_name(layer), "rows": r} | lists)
     if not rows:
-        raise NothingGathered("a layer with neurons that fire for some of the tokens")
+        raise NotMeasured("a layer with neurons that fire for some of the tokens", GATHER)
     data = pd.DataFrame(rows)
     chart = (
         alt.Chart(records(data), width=460, height=460)
@@ -107,12 +106,9 @@ def coactivation(results: Results) -> Sketch:
     return Sketch(chart, caption)
 
 
-def pairs(results: Results) -> pd.DataFrame | Absent:
+@view("pairs", "Strongest pairs", "masks", "by_neuron")
+def pairs(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
     """For the run that charts show first: each layer's number of neurons with a partner, and its strongest pair."""
-    try:
-        runs = gathered(results, "masks", "by_neuron")
-    except NothingGathered as absent:
-        return Absent("pairs", "Strongest pairs", str(absent), absent.command)
     first = runs[runs["label"] == initial(results, runs)]
     rows = []
     for label, layer, mask_TN, _ in _masks(results, first):
@@ -127,10 +123,9 @@ def pairs(results: Results) -> pd.DataFrame | Absent:
     return pd.DataFrame(rows)
 
 
-@view("explorer-overlap", "How many active neurons two tokens share")
-def overlap(results: Results) -> Sketch:
+@view("explorer-overlap", "How many active neurons two tokens share", "masks", "by_neuron")
+def overlap(results: Results, runs: pd.DataFrame) -> Sketch:
     """Overlap of the active neurons of two tokens by distance, compared with tokens from distant parts of the text."""
-    runs = gathered(results, "masks", "by_neuron")
     rows = []
     for label, layer, mask_TN, position_T in _masks(results, runs):
         found = masks.overlap(mask_TN, position_T, DISTANCES)
@@ -138,7 +133,7 @@ def overlap(results: Results) -> Sketch:
         for distance, near in found.items():
             rows.append({"run": label, "layer": layer, "distance": distance, "near": near * 100, "far": far * 100})
     if not rows:
-        raise NothingGathered("masks of two tokens of one sequence")
+        raise NotMeasured("masks of two tokens of one sequence", GATHER)
     base = (
         alt.Chart(records(pd.DataFrame(rows)), width=560, height=300)
         .transform_filter("datum.run === run")
@@ -200,10 +195,10 @@ def _layer_choice(names: pd.Series) -> alt.Parameter:
 # --- in training ------------------------------------------------------------------------------------------------------
 
 
-@view("explorer-drift", "Firing rates in training")
-def drift(results: Results) -> Sketch:
+@view("explorer-drift", "Firing rates in training", "in_training")
+def drift(results: Results, runs: pd.DataFrame) -> Sketch:
     """Rates of single neurons at the recorded steps, and the rank correlation of all rates with the last ones."""
-    runs, left_out = _first(gathered(results, "in_training"))
+    runs, left_out = _first(runs)
     table = of_run(results, "in_training", runs)
     followed, alike = [], []
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
@@ -254,10 +249,9 @@ def drift(results: Results) -> Sketch:
     return Sketch(chart, f"{shown} {_about_training(table)}{left_out}")
 
 
-@view("explorer-deaths", "Which neurons die, and when")
-def deaths(results: Results) -> Sketch:
+@view("explorer-deaths", "Which neurons die, and when", "in_training")
+def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
     """Share of neurons that fire for none of the tokens, by step, and the share of these that fire again later."""
-    runs = gathered(results, "in_training")
     table = of_run(results, "in_training", runs)
     rows = []
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
@@ -286,13 +280,10 @@ def deaths(results: Results) -> Sketch:
     return Sketch(chart, f"Silent: fires for none of the tokens. {_about_training(table)}", ("run",))
 
 
-def fates(results: Results) -> pd.DataFrame | Absent:
+@view("fates", "What becomes of neurons", "in_training")
+def fates(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
     """The fate of the neurons in every run: silent at the end; of these, never seen to fire, or silent from some step
     on; and neurons that were silent at some step but fire at the end."""
-    try:
-        runs = gathered(results, "in_training")
-    except NothingGathered as absent:
-        return Absent("fates", "What becomes of neurons", str(absent), absent.command)
     rows = []
     table = of_run(results, "in_training", runs)
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):

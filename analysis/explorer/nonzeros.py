@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.choose import where
 from analysis.explorer.chart import Sketch, choice, nested, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run
+from analysis.explorer.runs import ALL_LAYERS, about, initial, layer_name, layer_names, of_run
 from analysis.figures import style
 from analysis.load import Results
 
@@ -22,10 +22,9 @@ DETAILS = {
 }  # fmt: skip
 
 
-@view("explorer-layers", "Non-zeros by layer")
-def by_layer(results: Results) -> Sketch:
+@view("explorer-layers", "Non-zeros by layer", "by_layer")
+def by_layer(results: Results, runs: pd.DataFrame) -> Sketch:
     """One line over the layers for each run of a model; the legend selects runs."""
-    runs = gathered(results, "by_layer")
     table = of_run(results, "by_layer", runs)
     table = table.assign(model=table["study"] + ", " + table["model"])
     first = ", ".join(runs[["study", "model"]].iloc[0])
@@ -52,10 +51,9 @@ def by_layer(results: Results) -> Sketch:
     return Sketch(chart, caption, ("model",))
 
 
-@view("explorer-distribution", "Non-zeros by token and by position")
-def distribution(results: Results) -> Sketch:
+@view("explorer-distribution", "Non-zeros by token and by position", "histogram", "by_position")
+def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
     """A histogram over tokens, and the mean by position in the sequence."""
-    runs = gathered(results, "histogram", "by_position")
     histogram, position = of_run(results, "histogram", runs), of_run(results, "by_position", runs)
     bars = every_layer(histogram, histogram_of)
     line = every_layer(position, positions_of)
@@ -91,10 +89,9 @@ def distribution(results: Results) -> Sketch:
     return Sketch(chart, about(results, runs))
 
 
-@view("explorer-unions", "Neurons that a group of consecutive tokens activates")
-def unions(results: Results) -> Sketch:
+@view("explorer-unions", "Neurons that a group of consecutive tokens activates", "unions", "by_layer")
+def unions(results: Results, runs: pd.DataFrame) -> Sketch:
     """Share of the neurons that any token of a group activates, and how many tokens share one, by group size."""
-    runs = gathered(results, "unions", "by_layer")
     means = results.nonzeros["by_layer"][["study", "item", "layer", "mean"]]
     table = of_run(results, "unions", runs)
     table = table.merge(means, on=["study", "item", "layer"], suffixes=("", "_1"))

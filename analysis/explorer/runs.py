@@ -8,6 +8,7 @@ import pandas as pd
 
 from analysis import choose, dictionary
 from analysis.choose import l1_label
+from analysis.figures.drawn import NotMeasured
 from analysis.figures.layers import GATHER
 from analysis.load import Results
 
@@ -18,28 +19,20 @@ FEW_COUNTS = 3  # numbers of tokens are listed if there are fewer
 IN_TRAINING = "in_training"  # the table that trainings wrote; the others are of runs that read their checkpoints
 
 
-class NothingGathered(LookupError):
-    """No run has the data of a chart: the message names what is missing, `command` would gather it."""
-
-    def __init__(self, missing: str, command: str = GATHER):
-        super().__init__(missing)
-        self.command = command
-
-
 def gathered(results: Results, *tables: str) -> pd.DataFrame:
     """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables. The
     runs of the model with the most L1 values, over all tables and without mitigation, come first, the others in order
     of the sources' preference. A run has the same label in every table.
 
     Raises:
-        NothingGathered: there is no such run.
+        NotMeasured: there is no such run.
     """
     items = _labelled(results)
     for name in tables:
         items = items.merge(_runs_in(results, [name]), on=RUN)
     if items.empty:
         command = "python -m experiments.train" if tables == (IN_TRAINING,) else GATHER
-        raise NothingGathered(" and ".join(f"nonzeros_{name}.parquet" for name in tables), command)
+        raise NotMeasured(" and ".join(f"nonzeros_{name}.parquet" for name in tables), command)
     first = of_first_model(items.sort_values("values", ascending=False, kind="stable"))
     return pd.concat([first, items.drop(first.index)], ignore_index=True).drop(columns="values")
 
@@ -54,7 +47,7 @@ def table(results: Results, name: str) -> pd.DataFrame:
     it; without rows if nothing was gathered."""
     try:
         runs = gathered(results, name)
-    except NothingGathered:
+    except NotMeasured:
         return pd.DataFrame(columns=["run", *dictionary.TABLES[name].names])
     rows = of_run(results, name, runs)
     rows.insert(0, "run", rows.pop("label"))
@@ -65,7 +58,7 @@ def first_run(results: Results) -> str:
     """The label of the run that charts show first; empty if nothing was gathered."""
     try:
         return initial(results, gathered(results, "by_layer"))
-    except NothingGathered:
+    except NotMeasured:
         return ""
 
 

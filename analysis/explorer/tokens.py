@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.explorer import masks
 from analysis.explorer.chart import MONO, Sketch, choice, nested, records, search_box, short, view
-from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run
+from analysis.explorer.runs import ALL_LAYERS, about, initial, layer_name, layer_names, of_run
 from analysis.figures import style
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
@@ -57,10 +57,10 @@ def class_of(text: str) -> str:
     return "word, capitalised" if letters[0].isupper() else "word"
 
 
-@view("explorer-search", "Tokens by their non-zeros")
-def search(results: Results) -> Sketch:
+@view("explorer-search", "Tokens by their non-zeros", "by_token")
+def search(results: Results, runs: pd.DataFrame) -> Sketch:
     """The tokens that contain the typed text, with the most or the fewest non-zeros."""
-    runs, table, layers = _tokens_of(results)
+    table, layers = _tokens_of(results, runs)
     token = table["text"].map(readable) + " (" + table["token_id"].astype(str) + ")"
     columns = {"run": table["label"], "token": token, "count": table["count"], "values": table["values"]}
     order = choice("order", [LEAST, MOST, FREQUENT])
@@ -89,11 +89,10 @@ def search(results: Results) -> Sketch:
     return Sketch(chart, caption)
 
 
-@view("explorer-text", "Running text, coloured by non-zeros")
-def reading(results: Results) -> Sketch:
+@view("explorer-text", "Running text, coloured by non-zeros", "masks", "by_neuron")
+def reading(results: Results, runs: pd.DataFrame) -> Sketch:
     """The beginning of the held-out text, each token coloured by its non-zeros; tokens that contain the typed text have
     a frame."""
-    runs = gathered(results, "masks", "by_neuron")
     neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
     parts, layers = [], set()
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
@@ -140,10 +139,10 @@ def reading(results: Results) -> Sketch:
     return Sketch(chart, caption)
 
 
-@view("explorer-classes", "Non-zeros by class of token")
-def classes(results: Results) -> Sketch:
+@view("explorer-classes", "Non-zeros by class of token", "by_token")
+def classes(results: Results, runs: pd.DataFrame) -> Sketch:
     """Mean non-zeros of each class of tokens, and its share of the text."""
-    runs, table, layers = _tokens_of(results)
+    table, layers = _tokens_of(results, runs)
     table = table.assign(kind=table["text"].map(class_of))
     rows = []
     for (label, kind), of_kind in table.groupby(["label", "kind"], sort=False):
@@ -176,9 +175,8 @@ def classes(results: Results) -> Sketch:
     return Sketch(chart, caption)
 
 
-def _tokens_of(results: Results) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-    """The runs; their frequent tokens, with `values` (the mean over layers, then each layer); and the layers."""
-    runs = gathered(results, "by_token")
+def _tokens_of(results: Results, runs: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
+    """The runs' frequent tokens, with `values` (the mean over layers, then each layer), and the layers."""
     table = of_run(results, "by_token", runs)
     table = table[table["frequency"] >= RAREST].reset_index(drop=True)
     parts = []
@@ -187,7 +185,7 @@ def _tokens_of(results: Results) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]
         values = [[short(value) for value in row] for row in of_label[columns].to_numpy()]
         parts.append(of_label.assign(values=pd.Series(values, index=of_label.index)))
     table = pd.concat(parts, ignore_index=True)
-    return runs, table, list(range(max(map(len, table["values"])) - 1))
+    return table, list(range(max(map(len, table["values"])) - 1))
 
 
 def _choices(results: Results, runs: pd.DataFrame, layers: list[int]) -> tuple[alt.Parameter, alt.Parameter]:
@@ -208,7 +206,8 @@ def _laid_out(texts: pd.Series) -> pd.DataFrame:
         pieces = [f"{piece}\n" for piece in text.split("\n")]
         pieces[-1] = pieces[-1][:-1]
         for piece in pieces if len(pieces) == 1 or pieces[-1] else pieces[:-1]:
-            shown = _visible(piece)
+            shown = "".join(_SHOWN.get(c, c if c.isprintable() else "·") for c in piece)
+            shown = (shown if len(shown) <= 40 else f"{shown[:39]}…") or "∅"
             if column and column + len(shown) > LINE:
                 line, column = line + 1, 0
             end = min(column + len(shown), LINE)
@@ -220,8 +219,3 @@ def _laid_out(texts: pd.Series) -> pd.DataFrame:
 # Vega would collapse several plain spaces into one.
 _SHOWN = {"\n": "⏎", "\t": "→", " ": "\u00a0"}
 _AS_SHOWN = "replace(lower(find), regexp(' ', 'g'), '\u00a0')"  # Vega: what is typed, with its spaces so
-
-
-def _visible(text: str) -> str:
-    shown = "".join(_SHOWN.get(c, c if c.isprintable() else "·") for c in text)
-    return (shown if len(shown) <= 40 else f"{shown[:39]}…") or "∅"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -11,11 +9,11 @@ from matplotlib.lines import Line2D
 from analysis import choose, paper, schema
 from analysis.choose import where
 from analysis.figures import style
-from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.drawn import Sketch, figure
+from analysis.figures.speed import no_speed
 from analysis.floors import floors
 from analysis.gains import gains
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED
 from analysis.render import device
 
 BENCH = "python -m experiments.bench_kernels"
@@ -23,16 +21,6 @@ OPS = {"ffn_forward": "forward", "ffn_training": "forward and backward"}
 KINDS = {True: "gated", False: "non-gated"}
 FLOOR: style.Look = {"color": style.INK, "linestyle": (0, (1, 1.2)), "linewidth": 1.1}
 PUBLISHED: style.Look = {**style.OPEN, "marker": "o", "color": style.PAPER, "markersize": 6}
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Rows of one operation and kind of block, to plot against `mean_nnz` or `tokens`."""
-
-    title: str
-    rows: pd.DataFrame
-    against: str
-    xlabel: str
 
 
 @figure(
@@ -49,19 +37,28 @@ def against_nonzeros(results: Results) -> Sketch:
     data = measured(results)
     panels = [panel for op in OPS for gated in KINDS for panel in _panels(where(data, op=op, gated=gated))]
     if not panels:
-        timed = where(results.rows, op=tuple(OPS), backend=schema.REFERENCE)
-        what = "rows of ffn_forward or ffn_training with a ratio, of several numbers of non-zeros or tokens"
-        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, BENCH)
+        wanted = "rows of ffn_forward or ffn_training with a ratio, of several numbers of non-zeros or tokens"
+        raise no_speed(where(results.rows, op=tuple(OPS)), wanted, BENCH)
     rows = -(-len(panels) // 2)
     picture, grid = style.panels(rows, 2, 0.4 + 2.1 * rows, sharey=True)
     ours = data[~data["published"]]
     kinds = sorted(set(_kind(ours)))
-    for letter, axes, panel in zip("abcdefgh", grid.flat, panels, strict=False):
-        axes.set_title(f"({letter}) {panel.title}")
-        _draw(axes, panel, kinds)
+    for letter, axes, (title, shown, against, xlabel) in zip("abcdefgh", grid.flat, panels, strict=False):
+        axes.set(title=f"({letter}) {title}", xlabel=xlabel)
+        _draw(axes, shown, against, kinds)
     for line in grid:
         line[0].set_ylabel("dense time / sparse time")
-    style.legend_of_panels(picture, grid, len(panels), _handles(data, kinds))
+    handles = [
+        Line2D([], [], label=name, **style.category(index) | {"linestyle": "-"}) for index, name in enumerate(kinds)
+    ]
+    if data["floor_ratio"].notna().any():
+        handles.append(Line2D([], [], label="estimate, no row reused", **FLOOR))
+    if data["published"].any():
+        handles.append(Line2D([], [], label="published kernels", **PUBLISHED))
+    if data["wrong"].any():
+        wrong = PUBLISHED | {"marker": "x"}
+        handles.append(Line2D([], [], label="published kernels, wrong at their default", **wrong))
+    style.legend_of_panels(picture, grid, len(panels), handles)
     lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
     return Sketch(picture, data, f"{device(ours['device'].iloc[0])}, bfloat16.", lacks)
 
@@ -114,9 +111,10 @@ def _published(ours: pd.DataFrame) -> pd.DataFrame:
     return shown.drop(columns="dense_ms").assign(published=True, series="published kernels", unit="ms")
 
 
-def _panels(data: pd.DataFrame) -> list[Panel]:
+def _panels(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str, str]]:
     """The panels of one operation and kind of block, of the size most measured: against non-zeros, in the call most
-    measured, and against tokens, at the non-zeros most measured. A single point of ours has no panel."""
+    measured, and against tokens, at the non-zeros most measured. A single point of ours has no panel. Title, rows, the
+    column on the x axis, and its label."""
     if data.empty:
         return []
     data = _most_measured_size(data)
@@ -125,15 +123,14 @@ def _panels(data: pd.DataFrame) -> list[Panel]:
     tokens = _most_measured_call(ours)[first["op"]]
     about = ours.groupby("about")["tokens"].nunique().idxmax()
     panels = (
-        Panel(title, where(data, tokens=tokens), "mean_nnz", f"mean non-zeros ({tokens:,} tokens)"),
-        Panel(title, where(data, about=about), "tokens", f"tokens in one call ({about:g} non-zeros)"),
+        (title, where(data, tokens=tokens), "mean_nnz", f"mean non-zeros ({tokens:,} tokens)"),
+        (title, where(data, about=about), "tokens", f"tokens in one call ({about:g} non-zeros)"),
     )
-    return [panel for panel in panels if panel.rows.loc[~panel.rows["published"], panel.against].round().nunique() > 1]
+    return [panel for panel in panels if panel[1].loc[~panel[1]["published"], panel[2]].round().nunique() > 1]
 
 
-def _draw(axes: Axes, panel: Panel, kinds: list[str]) -> None:
-    """One panel; a colour for each of `kinds`."""
-    data, x = panel.rows, panel.against
+def _draw(axes: Axes, data: pd.DataFrame, x: str, kinds: list[str]) -> None:
+    """One panel against the column `x`; a colour for each of `kinds`."""
     ours = data[~data["published"]]
     for (kind, _), points in ours.groupby([_kind(ours), "plan"]):
         points = points.groupby("about" if x == "mean_nnz" else x)[[x, "ratio", "floor_ratio"]].median()
@@ -142,26 +139,11 @@ def _draw(axes: Axes, panel: Panel, kinds: list[str]) -> None:
     for wrong, points in data[data["published"]].groupby("wrong"):
         axes.plot(points[x], points["ratio"], **PUBLISHED | {"marker": "x" if wrong else "o"})
     axes.axhline(1, color=style.INK, linewidth=0.8)
-    axes.set_xlabel(panel.xlabel)
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     style.log_axis(axes.yaxis)
     if x == "tokens":
         axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
-
-
-def _handles(data: pd.DataFrame, kinds: list[str]) -> list[Line2D]:
-    """The legend: kinds by colour, then everything else that was drawn."""
-    lines = [
-        Line2D([], [], label=name, **style.category(index) | {"linestyle": "-"}) for index, name in enumerate(kinds)
-    ]
-    if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label="estimate, no row reused", **FLOOR))
-    if data["published"].any():
-        lines.append(Line2D([], [], label="published kernels", **PUBLISHED))
-    if data["wrong"].any():
-        lines.append(Line2D([], [], label="published kernels, wrong at their default", **PUBLISHED | {"marker": "x"}))
-    return lines
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:

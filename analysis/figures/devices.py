@@ -31,7 +31,8 @@ def devices(results: Results) -> Sketch:
     models that two kinds timed. With rows from only one kind: its backends side by side."""
     timed = choose.made_for_speed(where(results.rows, op=(*schema.WHOLE_MODELS, *blocks.OPS)))
     if timed.empty:
-        raise no_speed(results, "model_training", BENCH_TRAINING)
+        wanted = "rows of model_training with a ratio over dense for gated ReLU models"
+        raise no_speed(where(results.rows, op="model_training"), wanted, BENCH_TRAINING)
     one_block, models = _one_block(timed), _whole_models(timed)
     series = {(line.device, line.backend) for data in one_block.values() for line in data.itertuples()}
     if not models and ("ffn_training" not in one_block or len(series) < 2):

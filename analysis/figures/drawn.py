@@ -7,7 +7,6 @@ import functools
 import html
 import io
 import logging
-import struct
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,10 +93,9 @@ class Drawn:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels, from the PNG's header. With them a browser can lay out a page before it loads the
-        pictures, so that links land in the right place."""
-        width, height = struct.unpack(">II", self.png[16:24])
-        return width, height
+        """Width and height in pixels. With them a browser can lay out a page before it loads the pictures, so that
+        links land in the right place."""
+        return Image.open(io.BytesIO(self.png)).size
 
     @property
     def published(self) -> str:

@@ -86,12 +86,16 @@ def sparse_over_dense(results: Results) -> pd.DataFrame:
 
 
 def _runs(results: Results) -> pd.DataFrame:
-    """The trainings to show, one per line, dense ones first, with `series`, `label` and `against`.
+    """The trainings to show, whose curves have all that the figure needs, one per line, dense ones first, with
+    `series`, `label` and `against`.
 
     A group of equal trainings (`SAME`) needs a sparse one and a dense one of the same seed. Of several groups, the one
     with the most feed-forward weights is shown, then the most training tokens, the most trainings, the latest.
     """
-    rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
+    metrics = (*WHOLE_MODEL, *BY_LAYER)
+    known = where(results.curves, metric=metrics).groupby(RUN)["metric"].nunique()
+    complete = known[known == len(metrics)].index.to_frame(index=False)
+    rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(complete, on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
     latest = latest[~latest["backend"].isin(("", schema.REFERENCE))]  # the reference is not made for speed
     runs = latest.assign(series=("sparse (" + latest["backend"] + ")").mask(latest["plan"] == "dense", "dense"))
@@ -99,13 +103,12 @@ def _runs(results: Results) -> pd.DataFrame:
     groups = [group for group in groups if group["against"].notna().any()]
     if not groups:
         raise _absent(runs[runs["series"] != "dense"])
-    return max(groups, key=_weight)
 
+    def weight(group: pd.DataFrame) -> tuple[int, int, int, str]:
+        one, latest = group.iloc[0], group["date"].max()
+        return one["layers"] * one["hidden"] * one["intermediate"], one["step"] * one["tokens"], len(group), latest
 
-def _measured(curves: pd.DataFrame) -> pd.DataFrame:
-    """study and item of the runs whose curves have everything that the figure shows."""
-    known = where(curves, metric=(*WHOLE_MODEL, *BY_LAYER)).groupby(RUN)["metric"].nunique()
-    return known[known == len(WHOLE_MODEL) + len(BY_LAYER)].index.to_frame(index=False)
+    return max(groups, key=weight)
 
 
 def _compared(group: pd.DataFrame) -> pd.DataFrame:
@@ -120,11 +123,6 @@ def _compared(group: pd.DataFrame) -> pd.DataFrame:
     label = runs["series"] + ", seed " + runs["seed"].astype(str)
     label = label.mask(label.duplicated(keep=False), label + " (" + runs["item"] + ")")
     return runs.assign(label=label, against=[*others, *partners])
-
-
-def _weight(group: pd.DataFrame) -> tuple[int, int, int, str]:
-    one, latest = group.iloc[0], group["date"].max()
-    return one["layers"] * one["hidden"] * one["intermediate"], one["step"] * one["tokens"], len(group), latest
 
 
 def _absent(sparse: pd.DataFrame) -> NotMeasured:

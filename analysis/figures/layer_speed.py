@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pandas as pd
@@ -17,11 +16,10 @@ from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.blocks import FLOOR
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.speed import BENCH_FORWARD
+from analysis.figures.speed import BENCH_FORWARD, no_speed
 from analysis.floors import floors
 from analysis.gains import gains
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED
 
 CONTROL = schema.LIVE_PLANS["dense"]  # beside sparse plans: what dense products gain without the silent neurons
 
@@ -57,14 +55,6 @@ COMPARISON = [*COMPARED, "backend", "tokens"]  # what one panel shows has these 
 MOST_PANELS = 6
 FEWEST_LAYERS = 8  # in one panel of figure I
 STACKED = {"ffn_training_stack": "four copies of each layer, as in a model", "ffn_training": "one block alone"}
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The layers of one trained model: a line of `data` for each layer and plan."""
-
-    title: str
-    data: pd.DataFrame
 
 
 @figure(
@@ -144,12 +134,12 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     picture, grid = style.panels(rows, columns, 0.7 + 2.4 * rows, sharey=True)
-    for letter, axes, panel in zip("abcdef", grid.flat, panels, strict=False):
-        _draw(axes, panel, kind)
-        axes.set_title(textwrap.fill(f"({letter}) {panel.title}", 44) if len(panels) > 1 else panel.title)
+    for letter, axes, (title, layers) in zip("abcdef", grid.flat, panels, strict=False):
+        _draw(axes, layers, kind)
+        axes.set_title(textwrap.fill(f"({letter}) {title}", 44) if len(panels) > 1 else title)
     for line in grid:
         line[0].set_ylabel("speed over dense (time ratio)")
-    shown = pd.concat([panel.data for panel in panels], ignore_index=True)
+    shown = pd.concat([layers for _, layers in panels], ignore_index=True)
     handles = [
         Line2D([], [], label=label, **_look(place, plan))
         for place, (plan, label) in enumerate(kind.series.items())
@@ -167,9 +157,8 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
 
 
 def _not_measured(results: Results, kind: Kind) -> NotMeasured:
-    timed = where(_of_layers(results.rows, kind), backend=schema.REFERENCE)
-    what = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
-    return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, kind.command)
+    missing = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
+    return no_speed(_of_layers(results.rows, kind), missing, kind.command)
 
 
 def _of_layers(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -202,8 +191,9 @@ def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return data.assign(model=data["model"].where(named, model), **others)
 
 
-def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list[Panel]:
-    """Panels of one model, one for each length of training, at the recommended or else the largest L1 value timed."""
+def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list[tuple[str, pd.DataFrame]]:
+    """Panels of one model, one for each length of training, at the recommended or else the largest L1 value timed:
+    title, and a line of data for each layer and plan."""
     own = where(data, of=name)
     values: set[float] = set(own["l1"].dropna())
     recommended = choose.recommended_l1(results.rows, name)
@@ -212,7 +202,7 @@ def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list
     return [_panel(run, name, l1, results, kind) for run in runs if not run["plan"].eq(CONTROL).all()]
 
 
-def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind) -> Panel:
+def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind) -> tuple[str, pd.DataFrame]:
     """Panel of one trained model: the comparison with the most plans, layers and tokens."""
     op = next(op for op in kind.ops if op in set(own["op"]))
     own = where(own, op=op)
@@ -238,27 +228,28 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
     lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
     title = f"layers of a trained model ({name})" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}"
     steps = chosen["step"].dropna()
-    return Panel(f"{title}, after {int(steps.iloc[0]):,} steps" if len(steps) else title, lines)
+    return f"{title}, after {int(steps.iloc[0]):,} steps" if len(steps) else title, lines
 
 
-def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
+def _draw(axes: Axes, data: pd.DataFrame, kind: Kind) -> None:
     """The lines of one model, and the speed of all its layers together with each plan."""
     lines = []
     for place, plan in enumerate(kind.series):
-        own = where(panel.data, plan=plan)
+        own = where(data, plan=plan)
         if len(own):
             together = own["dense_ms"].sum() / own["time_ms"].sum()
             lines += axes.plot(own["layer"], own["ratio"], label=f"{together:.2f}", **_look(place, plan))
-    known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
+    known = data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
     axes.plot(known.index, known, zorder=5, **FLOOR)
     axes.axhline(1, color=style.INK, linewidth=0.8)
-    last = int(panel.data["layer"].max())
+    last = int(data["layer"].max())
     style.layer_axis(axes, last + 1)
-    nonzeros = panel.data.groupby("layer")["mean_nnz"].mean()
+    nonzeros = data.groupby("layer")["mean_nnz"].mean()
     layers = [int(layer) for layer in axes.get_xticks()]
     if len(layers) <= last:  # not every layer has a label
         layers = [*(layer for layer in layers if last - layer >= layers[1]), last]
-    axes.set_xticks(layers, [_tick(layer, nonzeros) for layer in layers])
+    named = [f"{layer}\n({nonzeros[layer]:.0f})" if layer in nonzeros.index else str(layer) for layer in layers]
+    axes.set_xticks(layers, named)
     axes.set_xlabel("layer (mean non-zeros)")
     style.log_axis(axes.yaxis)
     axes.legend(
@@ -271,7 +262,3 @@ def _look(place: int, plan: str) -> style.Look:
     """Hot neurons by index are about as fast as sorted ones: a wide line behind theirs."""
     look = style.category(place) | {"markersize": 3.0}
     return look | {"linewidth": 4.5, "linestyle": "-", "marker": ""} if plan in schema.HOT_PLANS.values() else look
-
-
-def _tick(layer: int, nonzeros: pd.Series) -> str:
-    return f"{layer}\n({nonzeros[layer]:.0f})" if layer in nonzeros.index else str(layer)

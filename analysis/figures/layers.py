@@ -9,7 +9,6 @@ from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from analysis import choose, describe, paper, schema, stats
 from analysis.choose import l1_label, where
@@ -67,7 +66,12 @@ def unions(results: Results) -> Sketch:
     data = at_recommended(results, "unions")
     if data.empty:
         raise NotMeasured("nonzeros_unions.parquet at the recommended L1 value", GATHER)
-    sharing = _sharing(data, results)
+    rows = where(results.rows, op="nonzeros", metric="nonzeros").dropna(subset=["layer", "value"])
+    layer = ["study", "item", "layer"]
+    means = rows[[*layer, "value"]].rename(columns={"value": "mean_nonzeros"}).astype({"layer": "int64"})
+    sharing = data.merge(means, on=layer)
+    # The non-zeros of all tokens of a group over the neurons in its union.
+    sharing[SHARING] = sharing["group"] * sharing["mean_nonzeros"] / sharing["mean"]
     if sharing.empty:
         raise NotMeasured("non-zeros by layer, to compare the unions with", GATHER)
     groups = sorted(set(data["group"]))
@@ -90,7 +94,8 @@ def unions(results: Results) -> Sketch:
 
 @dataclass(frozen=True)
 class _Model:
-    """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup with the fastest plan,
+    """One model at one L1 value: its layers' non-zeros (mean over seeds with its range, and the maximum over tokens,
+    mean over seeds), and their contributions to the speedup with the fastest plan,
     `parts` (dense layers, where those are faster, as a tuned model has them), and with the paper's in every layer,
     `papers_parts` (may be empty; the latter also where the paper's method is fastest)."""
 
@@ -122,12 +127,7 @@ def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], f
     note = describe.brief(pd.concat([model.trained for model in models]))
     if not lacks:
         note += f" Timed on {describe.devices(models[0].parts['device'])}."
-    return Sketch(_picture(models), data, note, lacks)
-
-
-def _picture(models: list[_Model]) -> Figure:
-    """For each model its non-zeros, and if its layers were timed, their speedup with the fastest plan and with the
-    paper's; two panels in a row."""
+    # For each model its non-zeros, and if its layers were timed, the time saved with the fastest plan and the paper's.
     panels: list[Callable[[Axes, str], None]] = []
     for model in models:
         panels.append(partial(_counts_panel, model=model))
@@ -139,7 +139,7 @@ def _picture(models: list[_Model]) -> Figure:
     picture, axes = style.mosaic(shape, 2.6)
     for letter, panel in zip(letters, panels, strict=True):
         panel(axes[letter], f"({letter}) " if len(panels) > 1 else "")
-    return picture
+    return Sketch(picture, data, note, lacks)
 
 
 def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], float | None]) -> _Model | None:
@@ -147,9 +147,13 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
     if l1 is None:
         return None
     rows = where(rows, l1=l1)
-    counts = _counts(rows)
+    counted = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
+    counted = counted[counted["layer"].notna()]
+    counts = range_over_seeds(where(counted, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
     if counts.empty:
         return None
+    highest = where(counted, metric="nonzeros_max").groupby("layer")["value"].mean()
+    counts = counts.assign(maximum=counts["layer"].map(highest).astype("float64"))
     parts, papers_parts = _contributions(rows), _contributions(where(rows, plan=paper.PLAN))
     if set(parts["plan"]) <= {paper.PLAN}:
         return _Model(name, l1, counts, parts, parts.iloc[:0], _trained(rows))
@@ -157,15 +161,6 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
     used, ratio = parts["time_ms"] * parts["ratio"].clip(upper=1.0), parts["ratio"].clip(lower=1.0)
     parts = parts.assign(**stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
     return _Model(name, l1, counts, parts, papers_parts, _trained(rows))
-
-
-def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each layer: the mean over seeds with its range, and the maximum over tokens, mean over seeds."""
-    rows = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
-    rows = rows[rows["layer"].notna()]
-    table = range_over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
-    highest = where(rows, metric="nonzeros_max").groupby("layer")["value"].mean()
-    return table.assign(maximum=table["layer"].map(highest).astype("float64"))
 
 
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
@@ -267,13 +262,3 @@ def at_recommended(results: Results, name: str) -> pd.DataFrame:
         return data
     l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
     return data.iloc[:0] if l1 is None else where(data, l1=l1)
-
-
-def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:
-    """The unions with the column SHARING: the non-zeros of all tokens of a group over the neurons in its union."""
-    rows = where(results.rows, op="nonzeros", metric="nonzeros")
-    means = rows[rows["layer"].notna() & rows["value"].notna()][["study", "item", "layer", "value"]].rename(
-        columns={"value": "mean_nonzeros"}
-    )
-    merged = data.merge(means.astype({"layer": "int64"}), on=["study", "item", "layer"])
-    return merged.assign(**{SHARING: merged["group"] * merged["mean_nonzeros"] / merged["mean"]})

@@ -73,7 +73,10 @@ def points(results: Results) -> pd.DataFrame:
     base = where(runs, model=tuple(set(sweep["model"])), l1=0.0, gated=True)
     if base.empty or not {"cross_entropy", "validation_cross_entropy"} <= set(runs):
         raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
-    runs = runs.merge(_live(rows), on=TRAINING, how="left").merge(_time(results, rows), on=TRAINING, how="left")
+    silent = where(rows, op="nonzeros", metric="silent_fraction")
+    silent = silent[silent["layer"].notna()].groupby(TRAINING)["value"].mean().astype("float64")
+    live = (1 - silent).rename("live").reset_index()
+    runs = runs.merge(live, on=TRAINING, how="left").merge(_time(results, rows), on=TRAINING, how="left")
     runs = runs[(runs["l1"] > 0) | runs["gated"]].rename(columns={"intermediate": "neurons"})
     own = runs.merge(base[["seed", "validation_cross_entropy", "cross_entropy"]], on="seed", suffixes=("", "_base"))
     size = own["neurons"].astype("float64") / float(base["intermediate"].iloc[0]) * np.where(own["gated"], 1, 2 / 3)
@@ -91,13 +94,6 @@ def points(results: Results) -> pd.DataFrame:
     if min((data["l1"] == 0).sum(), (data["l1"] > 0).sum()) < FEWEST_POINTS:
         raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
     return data
-
-
-def _live(rows: pd.DataFrame) -> pd.DataFrame:
-    """The share of neurons that fire for any held-out token, mean over layers, as `live` of each training."""
-    silent = where(rows, op="nonzeros", metric="silent_fraction")
-    silent = silent[silent["layer"].notna()].groupby(TRAINING)["value"].mean().astype("float64")
-    return (1 - silent).rename("live").reset_index()
 
 
 def _time(results: Results, rows: pd.DataFrame) -> pd.DataFrame:

@@ -26,17 +26,28 @@ FEWEST_VALUES = 3
 def by_l1(results: Results) -> Sketch:
     """Held-out cross-entropy, active neurons in % of N and mean accuracy over the seven tasks (if measured), against
     the L1 value, as means over seeds; beside them, the paper's model."""
-    rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
-    rows = choose.main_model(choose.equally_trained(rows))
+    rows = choose.sweep(results.rows, "evaluate")
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
     active = _active(rows)
     if len(loss) < FEWEST_VALUES or len(active) < FEWEST_VALUES:
         raise NotMeasured(f"cross-entropy and non-zeros of gated ReLU trainings at {FEWEST_VALUES} L1 values or more")
-    accuracy, theirs, model = _accuracy(rows), published(), rows["model"].iloc[0]
+    runs, theirs, model = task_accuracies(rows), published(), rows["model"].iloc[0]
+    scored = set(runs["l1"]) == set(where(rows, op="train")["l1"].dropna())  # each L1 value, on all seven tasks
+    accuracy = accuracies_over_seeds(runs, ["l1"]) if scored else runs.iloc[:0]
     widths = [1, 1, 0.22, 1, 0.33] if len(accuracy) else [1, 1, 0.22]
     picture, (grid,) = style.panels(1, len(widths), 2.5, width_ratios=widths)
-    _loss_panel(grid[0], model, loss)
-    _active_panel(grid[1], model, active)
+    _line(grid[0], model, loss)
+    grid[0].set(title="(a) cross-entropy", ylabel="held-out (nats/token)")
+    for base in loss.loc[loss["l1"] == 0, "value"]:
+        bound = base * (1 + choose.QUALITY_TOLERANCE)
+        style.reference_line(grid[0], bound, f"{choose.QUALITY_TOLERANCE:.0%} above L1 = 0")
+    _line(grid[1], model, active)
+    grid[1].set(title="(b) active neurons", ylabel="mean non-zeros (% of N)")
+    for place, line in enumerate(active.itertuples()):
+        grid[1].annotate(
+            significant(line.count), (place, line.value), xytext=(3, 4), textcoords="offset points", fontsize=6.5,
+            color=style.CATEGORIES[0],
+        )  # fmt: skip
     _paper_panel(grid[2], grid[1], theirs["active"])
     style.log_axis(grid[1].yaxis)
     if len(accuracy):
@@ -54,14 +65,6 @@ def range_over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     each = rows[rows["value"].notna()].groupby([*by, "seed"], dropna=False, as_index=False)["value"].mean()
     seeds = each.groupby(by, dropna=False)["value"]
     return seeds.agg(value="mean", low="min", high="max", seeds="count").reset_index()
-
-
-def _accuracy(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them."""
-    runs = task_accuracies(rows)
-    if set(runs["l1"]) != set(where(rows, op="train")["l1"].dropna()):
-        return runs.iloc[:0]
-    return accuracies_over_seeds(runs, ["l1"])
 
 
 def _active(rows: pd.DataFrame) -> pd.DataFrame:
@@ -102,15 +105,6 @@ def _paper_panel(axes: Axes, ours: Axes, published: pd.Series) -> None:
     axes.set_xlabel("paper,\n1.5B")
 
 
-def _loss_panel(axes: Axes, model: str, loss: pd.DataFrame) -> None:
-    _line(axes, model, loss)
-    axes.set(title="(a) cross-entropy", ylabel="held-out (nats/token)")
-    base = loss.loc[loss["l1"] == 0, "value"]
-    if len(base):
-        bound = float(base.iloc[0]) * (1 + choose.QUALITY_TOLERANCE)
-        style.reference_line(axes, bound, f"{choose.QUALITY_TOLERANCE:.0%} above L1 = 0")
-
-
 def _accuracy_panel(axes: Axes, model: str, accuracy: pd.DataFrame) -> None:
     _line(axes, model, accuracy)
     axes.set(title="(c) accuracy", ylabel="mean of the seven tasks (%)")
@@ -119,13 +113,3 @@ def _accuracy_panel(axes: Axes, model: str, accuracy: pd.DataFrame) -> None:
         f"chance: {schema.MEAN_CHANCE:.1f}%", (0.02, max(accuracy["high"].max(), schema.MEAN_CHANCE)),
         xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=7,
     )  # fmt: skip
-
-
-def _active_panel(axes: Axes, model: str, active: pd.DataFrame) -> None:
-    _line(axes, model, active)
-    axes.set(title="(b) active neurons", ylabel="mean non-zeros (% of N)")
-    for place, line in enumerate(active.itertuples()):
-        axes.annotate(
-            significant(line.count), (place, line.value), xytext=(3, 4), textcoords="offset points", fontsize=6.5,
-            color=style.CATEGORIES[0],
-        )  # fmt: skip

@@ -46,9 +46,23 @@ def model_sizes(results: Results) -> Sketch:
     accuracy, tasks = _accuracy(rows, sizes)
     picture, (grid,) = style.panels(1, 3 if len(accuracy) else 2, 2.7)
     _active_panel(grid[0], active)
-    _change_panel(grid[1], change)
+    _lines(grid[1], change)
+    grid[1].plot([THE_PAPERS], published()["change"].loc[[choose.RECOMMENDED_L1]], **style.PAPER_POINTS)
+    grid[1].set(title="(b) cross-entropy", ylabel="change by L1")
+    style.log_axis(grid[1].xaxis)
+    style.room_for_labels(grid[1])
+    grid[1].margins(y=0.18)
+    style.percent_axis(grid[1].yaxis)
+    tolerance = choose.QUALITY_TOLERANCE * 100
+    style.reference_line(grid[1], tolerance, f"the paper's bound: {tolerance:g}%")
     if len(accuracy):
-        _accuracy_panel(grid[2], accuracy, tasks)
+        _lines(grid[2], accuracy)
+        names = textwrap.fill(", ".join(schema.TASKS[task].title for task in tasks), 30)
+        grid[2].set(title="(c) accuracy", ylabel=f"{names} (%)")
+        style.log_axis(grid[2].xaxis)
+        style.room_for_labels(grid[2])
+        style.reference_line(grid[2], chance(tasks), f"chance: {chance(tasks):.1f}%")
+        grid[2].margins(y=0.12)
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     data = [active.assign(metric="active"), change.assign(metric="change_pct"), accuracy.assign(metric="accuracy")]
@@ -111,25 +125,3 @@ def _active_panel(axes: Axes, data: pd.DataFrame) -> None:
             significant(line.count, 2), (line.size, line.value), xytext=(7, -3) if beside else (4, 4),
             textcoords="offset points", fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
         )  # fmt: skip
-
-
-def _change_panel(axes: Axes, data: pd.DataFrame) -> None:
-    _lines(axes, data)
-    axes.plot([THE_PAPERS], published()["change"].loc[[choose.RECOMMENDED_L1]], **style.PAPER_POINTS)
-    axes.set(title="(b) cross-entropy", ylabel="change by L1")
-    style.log_axis(axes.xaxis)
-    style.room_for_labels(axes)
-    axes.margins(y=0.18)
-    style.percent_axis(axes.yaxis)
-    tolerance = choose.QUALITY_TOLERANCE * 100
-    style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
-
-
-def _accuracy_panel(axes: Axes, data: pd.DataFrame, tasks: tuple[str, ...]) -> None:
-    _lines(axes, data)
-    names = textwrap.fill(", ".join(schema.TASKS[task].title for task in tasks), 30)
-    axes.set(title="(c) accuracy", ylabel=f"{names} (%)")
-    style.log_axis(axes.xaxis)
-    style.room_for_labels(axes)
-    style.reference_line(axes, chance(tasks), f"chance: {chance(tasks):.1f}%")
-    axes.margins(y=0.12)

@@ -78,11 +78,10 @@ def training_gains(results: Results) -> Sketch:
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
-def no_speed(results: Results, op: str, command: str) -> NotMeasured:
-    """The reason why there is nothing to draw: only the reference backend was timed, or nothing."""
-    if len(where(results.rows, op=op, backend=schema.REFERENCE)):
-        return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}", command)
-    return NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
+def no_speed(rows: pd.DataFrame, missing: str, command: str) -> NotMeasured:
+    """The reason why there is nothing to draw: among these rows only the reference backend was timed, or nothing."""
+    timed = where(rows, backend=schema.REFERENCE)
+    return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else missing, command)
 
 
 def fastest_forms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -99,11 +98,15 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     timed = {panel: _forms(gains(rows, panel.metric)) for panel in panels}
     speed = timed[panels[0]]
     if speed.empty:
-        raise no_speed(results, op, command)
+        wanted = f"rows of {op} with a ratio over dense for gated ReLU models"
+        raise no_speed(where(results.rows, op=op), wanted, command)
     shown = {panel: data for panel, data in timed.items() if len(data)}
     printed = published(op)
     everywhere = where(choose.relu_runs(results.rows), op=schema.WHOLE_MODELS, plan=tuple(set(speed["plan"])))
     places = _Places(pd.concat([speed, printed]), pd.concat([everywhere["l1"], printed["l1"]]))
+    elsewhere = zip(speed["model"], describe.elsewhere(speed), strict=True)
+    others = {model: f"\non {kind.removeprefix('NVIDIA ')}" for model, kind in elsewhere if kind}
+    ticks = [f"{model}{others.get(model, '')}" for model in places.models]
     names = list(dict.fromkeys(speed["form"]))
     picture, grid = style.panels(len(names), len(shown), 1.2 + 2.2 * len(names), sharex=True)
     letters = iter("abcdefghijklmnop")
@@ -113,12 +116,11 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
             _points(axes, where(data, form=name), places)
             axes.plot(places.of(printed, BESIDE), printed[panel.metric], zorder=2, **style.PAPER_POINTS)
             if panel.limit:
-                _limit(axes, panel, paper.fact(number, panel.limit), places)
+                percent = panel.sign * paper.fact(number, panel.limit)
+                ends = [places.models.index(LIMITS_OF)] * 2 if LIMITS_OF in places.models else [0, len(ticks) - 1]
+                axes.plot([ends[0] - 0.45, ends[1] + 0.45], [percent] * 2, **LIMIT)
             style.percent_axis(axes.yaxis)
             axes.set_ylabel("change against dense")
-    elsewhere = zip(speed["model"], describe.elsewhere(speed), strict=True)
-    others = {model: f"\non {kind.removeprefix('NVIDIA ')}" for model, kind in elsewhere if kind}
-    ticks = [f"{model}{others.get(model, '')}" for model in places.models]
     for axes in grid[-1]:
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel("model")
@@ -182,14 +184,6 @@ def _points(axes: Axes, data: pd.DataFrame, places: _Places) -> None:
     axes.set_xlim(-0.5, len(places.models) - 0.5)
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.12)
-
-
-def _limit(axes: Axes, panel: Panel, percent: float, places: _Places) -> None:
-    """The limit in the paper's text, beside the model that it is about."""
-    ends = (0, len(places.models) - 1)
-    if LIMITS_OF in places.models:
-        ends = (places.models.index(LIMITS_OF),) * 2
-    axes.plot([ends[0] - 0.45, ends[1] + 0.45], [panel.sign * percent] * 2, **LIMIT)
 
 
 def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel]) -> list[Line2D]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypeVar, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.typing import LineStyleType, MarkerType, RcKeyType
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.typing import RcKeyType
 
 from analysis.choose import l1_label
 from analysis.render import signed
@@ -29,18 +29,7 @@ from analysis.render import signed
 Value = TypeVar("Value", bound=Hashable)
 
 
-class Look(TypedDict, total=False):
-    """Keyword arguments of a line with markers, for `Axes.plot`, `Axes.errorbar` and `Line2D`."""
-
-    color: str
-    linestyle: LineStyleType
-    linewidth: float
-    marker: MarkerType
-    markersize: float
-    markerfacecolor: str
-    markeredgewidth: float
-
-
+Look = dict[str, Any]  # keyword arguments of a line with markers, for `Axes.plot`, `Axes.errorbar` and `Line2D`
 WIDTH = 6.9  # inches: the text width of the paper
 SMALL = 6.5  # points: labels of single points
 INK, MUTED, GRID = "#1b1b1b", "#5f6368", "#dfe1e5"
@@ -49,8 +38,8 @@ PAPER = "#000000"  # published numbers: always black, open or dashed
 CATEGORIES: tuple[str, ...] = ("#0072b2", "#e69f00", "#5b2a86", "#009e73", "#9bd3f5")
 OPEN: Look = {"linestyle": "", "markerfacecolor": "none"}  # points without a line, not filled
 PAPER_POINTS: Look = {"linestyle": "", "marker": "*", "markersize": 9, "markerfacecolor": "white", "color": PAPER}
-MARKERS: tuple[MarkerType, ...] = ("o", "s", "D", "^", "v")
-DASHES: tuple[LineStyleType, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
+MARKERS = ("o", "s", "D", "^", "v")
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 
 RC: dict[RcKeyType, Any] = {
     "font.family": "DejaVu Sans",
@@ -136,7 +125,7 @@ def category(index: int) -> Look:
 
 
 def line_with_spread(
-    axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, *, label: str, **look: Unpack[Look]
+    axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, *, label: str, **look: Any
 ) -> None:
     """A line with an error bar from `low` to `high` at every point that has both."""
     ends = [(y - low).fillna(0).clip(lower=0), (high - y).fillna(0).clip(lower=0)]
@@ -189,20 +178,17 @@ def log_axis(axis: Axis) -> None:
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(_log_locator(high / low, dense=not isinstance(axis, XAxis)))
+    span, has_room = high / low, not isinstance(axis, XAxis)  # for three labels in each of three decades
+    if span < 3:
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    elif span < 8:
+        axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    elif span < 30:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if has_room else 150) else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _log_locator(span: float, *, dense: bool) -> Locator:
-    """dense: with room for three labels in each of three decades."""
-    if span < 3:
-        return MaxNLocator(5, steps=[1, 2, 5, 10])
-    if span < 8:
-        return LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
-    if span < 30:
-        return LogLocator(subs=(1.0, 2.0, 3.0, 5.0))
-    return LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if dense else 150) else (1.0,))
 
 
 def reference_line(axes: Axes, value: float, text: str = "") -> None:
