@@ -21,31 +21,16 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, sparse_ffn, sparsify
 from twell.memory import in_rows, neuron_major
 from twell.testing import make_problem
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-}
 
-
-def tiny(family: str = "llama", activation: str = "relu", **kwargs) -> nn.Module:
-    config, model = FAMILIES[family]
+def tiny(activation: str = "relu") -> nn.Module:
     torch.manual_seed(0)
-    return model(config(**SIZES, hidden_act=activation, **kwargs)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act=activation)).eval()
 
 
 @pytest.fixture
@@ -57,22 +42,15 @@ def block() -> SparseFeedForward:
 # The module
 
 
-def test_block_is_the_plain_one(block):
-    x = torch.randn(2, 5, 16)
+@pytest.mark.parametrize("gated", [True, False])
+def test_block_is_the_plain_one(gated):
+    block, x = make_block(16, 40, gated=gated), torch.randn(2, 5, 16)
     assert block.stats is None
-    y = block(x)
-    assert torch.equal(y, block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x)))
+    y, up = block(x), block.up_proj(x)
+    assert torch.equal(y, block.down_proj(F.relu(block.gate_proj(x)) * up if gated else F.relu(up)))
     assert block.stats.nonzeros.shape == (2, 5)
-    assert block.stats.backend == "dense"
-    assert set(block.state_dict()) == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
-
-
-def test_block_without_gate():
-    block = make_block(16, 40, gated=False, dtype=torch.float64)
-    x = torch.randn(5, 16, dtype=torch.float64)
-    assert torch.equal(block(x), block.down_proj(F.relu(block.up_proj(x))))
-    assert not block.gated
-    assert set(block.state_dict()) == {"up_proj.weight", "down_proj.weight"}
+    assert (block.stats.backend, block.gated) == ("dense", gated)
+    assert set(block.state_dict()) == {*["gate_proj.weight"] * gated, "up_proj.weight", "down_proj.weight"}
 
 
 def test_settings_take_effect_and_are_checked(block):
@@ -100,12 +78,6 @@ def test_settings_take_effect_and_are_checked(block):
             block.plan = Plan.of(wrong)
     assert block.plan == plan
     assert Plan.of(json.loads(json.dumps(plan.as_dict()))) == plan
-    stream = io.BytesIO()
-    torch.save(block, stream)
-    stream.seek(0)
-    for same in (copy.deepcopy(block), torch.load(stream, weights_only=False)):
-        assert same.plan == plan
-        torch.testing.assert_close(same(x), block(x))
 
 
 @pytest.mark.parametrize(
@@ -151,15 +123,13 @@ def test_the_backup_is_that_of_the_block():
     assert block.stats.overflow == 8
 
 
-def test_copies_and_pickles_leave_the_statistics_behind(block):
+def test_copies_and_pickles_keep_the_plan_and_leave_the_statistics_behind(block):
     x = torch.randn(3, 16)
+    block.plan = plan = Plan("reference", (1, 7), ((2, "dense"),), 16, 0.25)
     y = block(x)
     assert block.stats.l1.requires_grad
-    stream = io.BytesIO()
-    torch.save(block, stream)
-    stream.seek(0)
-    for other in (copy.deepcopy(block), torch.load(stream, weights_only=False)):
-        assert other.stats is None
+    for other in (copy.deepcopy(block), _saved_whole(block)):
+        assert (other.plan, other.stats) == (plan, None)
         assert torch.equal(other(x), y)
     assert block.stats is not None
 
@@ -314,9 +284,8 @@ def test_an_l1_term_without_a_gradient_is_refused(block):
 # sparsify
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sparsify_keeps_function_and_parameters(family):
-    model = tiny(family)
+def test_sparsify_keeps_function_and_parameters():
+    model = tiny()
     wanted = model(TOKENS).logits
     parameters = dict(model.named_parameters())
     assert sparsify(model, keep_stats=True) is model
@@ -331,9 +300,8 @@ def test_sparsify_keeps_function_and_parameters(family):
     assert all(block.stats.nonzeros.shape == TOKENS.shape for block in blocks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_models_load_into_plain_transformers_and_back(family, tmp_path):
-    model = sparsify(tiny(family, "silu"), activation="relu")
+def test_saved_models_load_into_plain_transformers_and_back(tmp_path):
+    model = sparsify(tiny("silu"), activation="relu")
     assert model.config.hidden_act == "relu"
     wanted = model(TOKENS).logits
     model.save_pretrained(tmp_path)
@@ -342,9 +310,9 @@ def test_saved_models_load_into_plain_transformers_and_back(family, tmp_path):
     assert not feed_forward_blocks(plain)
     torch.testing.assert_close(plain(TOKENS).logits, wanted)
     torch.testing.assert_close(sparsify(plain)(TOKENS).logits, wanted)
-    other = sparsify(tiny(family))
-    assert not any(other.load_state_dict(tiny(family).state_dict()))  # no missing and no unexpected keys
-    assert list(other.state_dict()) == list(tiny(family).state_dict())
+    other = sparsify(tiny())
+    assert not any(other.load_state_dict(tiny().state_dict()))  # no missing and no unexpected keys
+    assert list(other.state_dict()) == list(tiny().state_dict())
 
 
 @pytest.mark.parametrize("backend", ["dense", "reference"])
@@ -353,24 +321,6 @@ def test_generate(backend):
     arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
     wanted = model.generate(TOKENS, **arguments)
     assert torch.equal(sparsify(model, plan=backend).generate(TOKENS, **arguments), wanted)
-
-
-def test_sparsify_twice_only_takes_the_settings_that_are_given():
-    model = sparsify(tiny(), keep_stats=True)
-    blocks = feed_forward_blocks(model)
-    assert feed_forward_blocks(sparsify(model, plan="reference")) == blocks
-    assert {(b.plan, b.keep_stats) for b in blocks} == {(Plan("reference"), True)}
-
-
-def test_sparsify_keeps_parameters_and_state_dict(tmp_path):
-    model = tiny()
-    before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
-    sparsify(model)
-    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, before[name]) for name, value in loaded.state_dict().items())
 
 
 def _loaded(block, **how):
@@ -441,12 +391,6 @@ def test_the_layout_is_that_of_gradients_and_of_an_optimizers_state(block):
     assert down.grad.stride() == optimizer.state[down]["exp_avg"].stride() == down.stride()
 
 
-def test_sparsify_the_model_without_its_head():
-    torch.manual_seed(0)
-    model = LlamaModel(LlamaConfig(**SIZES, hidden_act="relu"))
-    assert len(feed_forward_blocks(sparsify(model))) == SIZES["num_hidden_layers"]
-
-
 def test_training_with_gradient_checkpointing():
     torch.manual_seed(0)
     gradients = []
@@ -468,55 +412,18 @@ def test_compiled_model():
     torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
 
 
-def untouched(model: nn.Module) -> bool:
-    return not feed_forward_blocks(model) and model.config.hidden_act != "relu"
-
-
 def test_another_activation_must_be_replaced_explicitly():
     model = tiny(activation="silu")
     with pytest.raises(ValueError, match=r'layers.0.mlp has the activation SiLU.*pass activation="relu"'):
         sparsify(model)
     with pytest.raises(ValueError, match=r'activation must be None .* or "relu2", got \'gelu\''):
         sparsify(model, activation="gelu")
-    assert untouched(model)
-    before = model(TOKENS).logits
-    assert not torch.allclose(sparsify(model, activation="relu")(TOKENS).logits, before)
-
-
-def test_biases_are_refused():
-    model = tiny(activation="silu", mlp_bias=True)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate_proj has a bias"):
-        sparsify(model, activation="relu")
-    assert untouched(model)
-
-
-class Quantised(nn.Linear):
-    """Stands for a layer that keeps its weight in another form."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.round())
-
-
-def test_other_linears_and_hooks_are_refused():
-    model = tiny(activation="silu")
-    layer = model.model.layers[1].mlp
-    plain, layer.up_proj = layer.up_proj, Quantised(32, 48, bias=False)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj must be a plain torch.nn.Linear, .* got \S+Quantised"):
-        sparsify(model, activation="relu")
-    layer.up_proj = plain
-    handle = plain.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj has hooks"):
-        sparsify(model, activation="relu")
-    assert untouched(model)
-    handle.remove()
-    sparsify(model, activation="relu")
-
-
-def test_bad_settings_leave_the_model_alone():
-    model = tiny(activation="silu")
     with pytest.raises(ValueError, match="must be one of"):
         sparsify(model, activation="relu", plan="fast")
-    assert untouched(model)
+    assert not feed_forward_blocks(model)
+    assert model.config.hidden_act == "silu"
+    before = model(TOKENS).logits
+    assert not torch.allclose(sparsify(model, activation="relu")(TOKENS).logits, before)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -552,12 +552,6 @@ def test_without_hot_neurons_if_asked_for(times):
 
 
 def test_what_cannot_be_measured_is_reported():
-    with pytest.raises(ValueError, match="Linear has no SparseFeedForward to tune"):
-        autotune(nn.Linear(2, 2), torch.zeros(2))
-    with pytest.raises(ValueError, match="backend must be one of"):
-        autotune(Layers(), tokens(), backends=["quickest"])
-    with pytest.raises(ValueError, match="one by one"):
-        autotune(Layers(), tokens(), backends=["auto"])
     with pytest.raises(BackendUnavailable, match="hopper"):
         autotune(Layers(), tokens(), backends=["hopper"])
     with pytest.raises(ValueError, match="autotune needs inputs with at least one token"):
