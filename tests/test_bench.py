@@ -849,6 +849,24 @@ def test_every_way_to_compile_gives_the_same_step(step, monkeypatch):
     assert not [name for name, (_, again) in graphs.items() if again], "forms leave each other's code alone"
 
 
+def test_a_wrong_gradient_is_refused(runs, monkeypatch):
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    step = TrainingStep(subject.model, torch.bfloat16)
+    form = Form("reference", "reference", 1e-3)
+    step.check(form, subject.text(1, 32))
+    gradients = step._gradients
+
+    def wrong(loss, form, tokens):
+        total, found = gradients(loss, form, tokens)
+        if form.name == "reference":
+            found["model.layers.1.mlp.gate_proj.weight"] *= 1.05
+        return total, found
+
+    monkeypatch.setattr(step, "_gradients", wrong)
+    with pytest.raises(CheckFailed, match="gate_proj"):
+        step.check(form, subject.text(1, 32))
+
+
 def negate_gradient_of(monkeypatch, backend, part):
     """Blocks with this backend have the negative gradient of one of their weights."""
     forward = ReluFeedForward.forward

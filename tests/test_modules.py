@@ -13,24 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import change, make_block
-from tiny_models import SIZES, TOKENS
+from tiny_models import SIZES, TOKENS, llama
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, sparse_ffn, sparsify
 from twell.memory import in_rows, neuron_major
 from twell.testing import make_problem
-
-
-def tiny(activation: str = "relu") -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act=activation)).eval()
 
 
 @pytest.fixture
@@ -173,7 +166,7 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
 @pytest.mark.parametrize("stats", [False, True])
 def test_a_compiled_model_with_checkpointing(stats):
     torch.manual_seed(0)
-    model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), keep_stats=stats).train()
+    model = sparsify(llama(), keep_stats=stats).train()
 
     def gradients(run):
         model.zero_grad()
@@ -254,7 +247,7 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
 
 
 def test_the_l1_term_is_the_mean_of_the_blocks(block):
-    model = sparsify(tiny(), keep_stats=True)
+    model = sparsify(llama(), keep_stats=True)
     loss = model(TOKENS, labels=TOKENS).loss + 0.1 * l1_penalty(model)
     assert loss.requires_grad
     terms = [b.stats.l1 for b in feed_forward_blocks(model)]
@@ -285,7 +278,7 @@ def test_an_l1_term_without_a_gradient_is_refused(block):
 
 
 def test_sparsify_keeps_function_and_parameters():
-    model = tiny()
+    model = llama()
     wanted = model(TOKENS).logits
     parameters = dict(model.named_parameters())
     assert sparsify(model, keep_stats=True) is model
@@ -301,7 +294,7 @@ def test_sparsify_keeps_function_and_parameters():
 
 
 def test_saved_models_load_into_plain_transformers_and_back(tmp_path):
-    model = sparsify(tiny("silu"), activation="relu")
+    model = sparsify(llama("silu"), activation="relu")
     assert model.config.hidden_act == "relu"
     wanted = model(TOKENS).logits
     model.save_pretrained(tmp_path)
@@ -310,14 +303,14 @@ def test_saved_models_load_into_plain_transformers_and_back(tmp_path):
     assert not feed_forward_blocks(plain)
     torch.testing.assert_close(plain(TOKENS).logits, wanted)
     torch.testing.assert_close(sparsify(plain)(TOKENS).logits, wanted)
-    other = sparsify(tiny())
-    assert not any(other.load_state_dict(tiny().state_dict()))  # no missing and no unexpected keys
-    assert list(other.state_dict()) == list(tiny().state_dict())
+    other = sparsify(llama())
+    assert not any(other.load_state_dict(llama().state_dict()))  # no missing and no unexpected keys
+    assert list(other.state_dict()) == list(llama().state_dict())
 
 
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_generate(backend):
-    model = tiny()
+    model = llama()
     arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
     wanted = model.generate(TOKENS, **arguments)
     assert torch.equal(sparsify(model, plan=backend).generate(TOKENS, **arguments), wanted)
@@ -348,7 +341,7 @@ def _made_in_inference_mode(_):
 WAYS = {
     "itself": lambda block: block,
     "from_linears": lambda block: SparseFeedForward.from_linears(*(nn.Linear(k, n, bias=False) for k, n in SHAPES)),
-    "sparsify": lambda _: feed_forward_blocks(sparsify(tiny()))[0],
+    "sparsify": lambda _: feed_forward_blocks(sparsify(llama()))[0],
     "dtype": lambda block: block.to(torch.bfloat16),
     "to_empty": lambda block: block.to("meta").to_empty(device="cpu"),
     "deepcopy": copy.deepcopy,
@@ -395,7 +388,7 @@ def test_training_with_gradient_checkpointing():
     torch.manual_seed(0)
     gradients = []
     for checkpointed in (False, True):
-        model = sparsify(tiny(), keep_stats=True).train()
+        model = sparsify(llama(), keep_stats=True).train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
@@ -406,14 +399,14 @@ def test_training_with_gradient_checkpointing():
 
 
 def test_compiled_model():
-    model = sparsify(tiny(), keep_stats=True)
+    model = sparsify(llama(), keep_stats=True)
     wanted = model(TOKENS, use_cache=False).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
 
 
 def test_another_activation_must_be_replaced_explicitly():
-    model = tiny(activation="silu")
+    model = llama(activation="silu")
     with pytest.raises(ValueError, match=r'layers.0.mlp has the activation SiLU.*pass activation="relu"'):
         sparsify(model)
     with pytest.raises(ValueError, match=r'activation must be None .* or "relu2", got \'gelu\''):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from calls import change, make_block, run_ffn
 from pairwise import pairwise
+from tiny_models import TOKENS, llama
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from twell import sparsify
 from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
@@ -118,14 +118,8 @@ def test_the_block():
     assert block.activation == "relu2"
 
 
-def tiny(activation: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, hidden_act=activation)).eval()
-
-
 @torch.no_grad()
 def test_sparsify_puts_the_square_in_place_of_another_activation():
-    model, tokens = sparsify(tiny("silu"), activation="relu2"), torch.arange(3, 25).view(2, 11)
+    model = sparsify(llama("silu"), activation="relu2")
     assert model.config.hidden_act == "relu2"
-    torch.testing.assert_close(model(tokens).logits, tiny("relu2")(tokens).logits)
+    torch.testing.assert_close(model(TOKENS).logits, llama("relu2")(TOKENS).logits)
