@@ -1164,7 +1164,7 @@ def test_forms_with_nothing_compiled_are_compared_where_they_fit(compared, dense
     """Five sequences fit into the compiled forms. Plain transformers, which take the fewest, shrink no comparison."""
     at = compared(sizes, "relu_l1_1e-3", f"dense=[{','.join([*dense, 'dense_compiled_layers'])}]", largest=5)
     assert {size: set(found) for size, found in at.items()} == forms
-    assert not dense or set(at[2].values()) == {"dense_eager"}
+    assert not dense or set(at[2].values()) <= set(dense)
 
 
 def test_dense_forms_alone_are_compared_where_all_fit(compared):
