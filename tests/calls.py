@@ -1,11 +1,13 @@
-"""The function and the module with the fields of a plan as keywords, as tests vary them."""
+"""The function and the module with the fields of a plan as keywords, as tests vary them; and a problem to try."""
 
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from twell import FFNStats, Plan, SparseFeedForward, sparse_ffn
+from twell.testing import Problem
 
 OF_PLANS = ("backend", "hot", "up_to", "capacity", "backup", "screened")
 OF_BLOCKS = ("activation", "keep_stats", "device", "dtype")
@@ -37,3 +39,18 @@ def change(block: SparseFeedForward, **fields: Any) -> None:
     """Change these fields of the block's plan."""
     given = plan_with(**fields)
     block.plan = replace(block.plan, **{name: getattr(given, name) for name in fields})
+
+
+def exact_pattern(counts: list[int], hidden: int, tile: int, tiles: int, device: str = "cpu") -> Problem:
+    """A gated problem in bfloat16 whose token i has exactly counts[i] non-zeros in each of these tiles."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    intermediate = tile * tiles
+    x, gate = normal(len(counts), hidden), torch.zeros(intermediate, hidden, device=device, dtype=torch.bfloat16)
+    x[:, 0], x[:, 1] = torch.tensor(counts, dtype=torch.bfloat16), 1
+    order = torch.stack([torch.randperm(tile, device=device, generator=generator) for _ in range(tiles)])
+    gate[:, 0], gate[:, 1] = 1, -order.flatten().bfloat16()  # active where count > order
+    return Problem(x, gate, normal(intermediate, hidden) / 8, normal(hidden, intermediate) / 8)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from slurm import fork_server
@@ -42,6 +43,15 @@ def start(module, *arguments, fork=True, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if fork else {"PYTHONPATH": PATH})
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen([*python(fork), "-u", "-m", module, *arguments], env=environment, **options)
+
+
+def wait_for(condition, process):
+    """Until this holds, which it must while the process is alive."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def run(module, *arguments, timeout=1500, fork=True):

@@ -23,9 +23,8 @@ from experiments import bench_forward, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
-from experiments.bench.feedforward import alternatives, mean_nonzeros
+from experiments.bench.feedforward import alternatives
 from experiments.bench.options import SINGLE_OPS, exists_for
-from experiments.bench.patterns import problem_from_mask
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch, without_retries
 from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
@@ -33,7 +32,7 @@ from experiments.run.config import parse
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import read_rows
 from experiments.timing import compare as timing_compare
-from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
+from experiments.timing.compare import Absent, Candidate, CheckFailed
 from experiments.timing.measure import Repeated
 from experiments.timing.options import CEILINGS
 from experiments.timing.plans import SUFFIXES, Name, layers_columns, plan_of
@@ -223,23 +222,6 @@ def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
         assert isinstance(ours, Candidate)
 
 
-def test_one_backend_with_and_without_hot_neurons_in_one_comparison():
-    """Rows of the same backend keep their own measurements, and their ratios are to the one dense form."""
-    problem = make_problem(48, 32, 256, 60.0, seed=3)
-    names = ["reference", "reference+hot", "reference+backup"]
-    found = alternatives(problem, ["dense_eager"], names, blocks=1, l1=1e-3)
-    rows = compare(found, CPU, TimingConfig(seconds=0.01, rounds=1, settle_seconds=0), ["time"], tokens=48)
-    assert [(row["backend"], row["plan"], row["backup"]) for row in rows] == [
-        ("dense_eager", "dense", None),
-        ("reference", "hybrid", None),
-        ("reference", "hybrid_hot", None),
-        ("reference", "hybrid", 0.125),
-    ]
-    assert [row["hot"] is None for row in rows] == [True, True, False, True]
-    assert all(row["ratio"] == rows[0]["value"] / row["value"] for row in rows)
-    assert len({row["value"] for row in rows}) == len(rows)
-
-
 @pytest.fixture
 def told_times(monkeypatch):
     """Makes this number of hot neurons the fastest; returns each trial as (numbers of hot neurons, neurons in all)."""
@@ -367,6 +349,7 @@ def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
     }
     dense = {("dense_eager", "dense"): (False, False)}
     dense_live = {("dense", "dense_live"): (False, True)}
+    assert rows.query("op == 'ffn_forward'")["value"].is_unique, "each has its own measurement"
     assert told["ffn_forward"] == dense | dense_live | {("reference", plan): what for plan, what in plans.items()}
     assert told["ffn_forward_stats"] == {("dense", "dense_live"): (False, False)} | {
         (f"reference{ending}", plan): what for plan, what in plans.items() for ending in ("", "_without_stats")
@@ -514,18 +497,6 @@ def test_kernels_on_real_masks(tmp_path):
     assert rows[3]["silent"] == (128 - int(masks[2][:32].any(0).sum())) // 64 * 64
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_mask_is_reproduced_exactly_in_bfloat16_and_repeated(gated):
-    mask = torch.from_numpy(numpy.random.default_rng(0).random((40, 600)) < 0.1)
-    problem = problem_from_mask(mask, 100, 128, gated=gated)
-    packed = single_ops.INFERENCE["reference"]().pack(problem).to_dense()
-    assert torch.equal(packed != 0, mask.repeat(3, 1)[:100])
-    op = "gated_down" if gated else "down"
-    assert [one.backend for one in single_ops.alternatives(op, problem, ["reference"])] == ["dense_eager", "reference"]
-    more = problem_from_mask(mask, 100, 32, gated=gated)
-    assert torch.equal(more.x[32:64], more.x[:32]), "only K different tokens can be made"
-
-
 def test_statistics_are_timed_against_the_same_without(tmp_path):
     with_stats, without = rows_of(
         bench_kernels, tmp_path, *SMALL, "tokens=[48]", "ops=[ffn_forward_stats]", "metrics=[time]"
@@ -560,11 +531,6 @@ def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, tr
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
         one.call()
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
-
-
-def test_mean_nonzeros_counts_the_pattern(problem):
-    gate = torch.nn.functional.linear(problem.x, problem.w_gate)
-    assert mean_nonzeros(problem) == pytest.approx((gate > 0).sum(1).double().mean().item())
 
 
 @pytest.fixture(scope="module")
@@ -853,13 +819,6 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     assert [block.plan.backend for block in step.blocks] == ["fragile", "dense"]
     step.run(Form("dense_eager", "dense", 0.0), many)
     assert {block.plan.backend for block in step.blocks} == {"dense"}
-
-
-def test_auto_says_why_there_is_nothing_to_choose(step):
-    (form,) = forms(step, [], ["auto"], 1e-3)
-    absent = checked(step, form, torch.zeros(1, 33, dtype=torch.int64))
-    assert (absent.backend, absent.plan) == ("auto", "by_layer")
-    assert "hopper: " in absent.reason
 
 
 def test_backends_are_compiled_where_dense_forms_are(step):
@@ -1179,33 +1138,33 @@ def compared(runs, tmp_path, monkeypatch):
     return compare_at
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [2, 3])
-def test_forms_with_nothing_compiled_are_compared_where_they_fit(compared, plain):
-    """Three sequences fit into the compiled forms; of the others, as many as `plain` into the sparse one."""
-    sizes, dense = {"dense_eager": 2, "reference": plain}, "dense=[dense_eager,dense_compiled_layers]"
-    at = compared(sizes, "relu_l1_1e-3", dense, largest=3)
-    assert at[2] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
-    assert set(at[3]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
+COMPILED = {"dense_compiled_layers", "reference_compiled"}
 
 
 @pytest.mark.slow
-def test_plain_transformers_do_not_shrink_the_other_comparison(compared):
-    """Of forms with nothing compiled they take the fewest sequences: these are a comparison of their own."""
-    sizes = {"dense_eager": 3, "dense_transformers": 2, "reference": 4}
-    dense = "dense=[dense_transformers,dense_eager,dense_compiled_layers]"
-    at = compared(sizes, "relu_l1_1e-3", dense, largest=5)
-    assert {size: set(forms) for size, forms in at.items()} == {
-        5: {"dense_compiled_layers", "reference_compiled"},
-        3: {"dense_eager", "reference"},
-        2: {"dense_eager", "dense_transformers", "reference"},
-    }
-
-
-@pytest.mark.slow
-def test_forms_with_nothing_compiled_need_a_dense_one(compared):
-    options = ["dense=[dense_compiled_layers]", "backends=[reference,reference+backup]"]
-    assert set(compared({"reference": 4}, "relu_l1_1e-3", *options, largest=5)) == {5}, "nothing to compare with"
+@pytest.mark.parametrize(
+    ("dense", "sizes", "forms"),
+    [
+        (["dense_eager"], {"dense_eager": 2, "reference": 2}, {5: COMPILED, 2: {"dense_eager", "reference"}}),
+        (
+            ["dense_eager"],
+            {"dense_eager": 2, "reference": 5},
+            {5: COMPILED | {"reference"}, 2: {"dense_eager", "reference"}},
+        ),
+        (
+            ["dense_transformers", "dense_eager"],
+            {"dense_eager": 3, "dense_transformers": 2, "reference": 4},
+            {5: COMPILED, 3: {"dense_eager", "reference"}, 2: {"dense_eager", "dense_transformers", "reference"}},
+        ),
+        ([], {"reference": 4}, {5: COMPILED}),
+    ],
+    ids=["where they fit", "with the compiled ones, too", "plain transformers apart", "nothing to compare with"],
+)
+def test_forms_with_nothing_compiled_are_compared_where_they_fit(compared, dense, sizes, forms):
+    """Five sequences fit into the compiled forms. Plain transformers, which take the fewest, shrink no comparison."""
+    at = compared(sizes, "relu_l1_1e-3", f"dense=[{','.join([*dense, 'dense_compiled_layers'])}]", largest=5)
+    assert {size: set(found) for size, found in at.items()} == forms
+    assert not dense or set(at[2].values()) <= set(dense)
 
 
 def test_dense_forms_alone_are_compared_where_all_fit(compared):

@@ -18,9 +18,8 @@ from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, SparseConfig
 from experiments.training import block_plans, metrics
 from experiments.training.block_plans import BlockPlans, build_plans
-from experiments.training.dead_neurons import Activity
 from experiments.training.loss import LossModel, firing_rates
-from twell import FFNStats, Plan, registry
+from twell import Plan, registry
 from twell.tuning import training
 
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -321,15 +320,3 @@ def test_a_layer_that_changes_is_compiled_once(traced):
     for block in blocks:
         block.plan = "dense"
     assert graphs() == 0
-
-
-def test_activity_counts_all_micro_batches():
-    def stats(nonzeros):
-        counts = torch.tensor(nonzeros, dtype=torch.int32)
-        return FFNStats(counts, torch.zeros(()), torch.zeros(4, dtype=torch.bool), torch.zeros(()), "dense")
-
-    activity = Activity(2, 4, ONE.device)
-    activity.add([stats([1, 2, 3]), stats([0, 0, 0])])
-    activity.add([stats([4, 4, 4]), stats([0, 3, 0])])
-    activity.share(ONE)
-    assert activity.nonzeros() == [3.0, 0.5]

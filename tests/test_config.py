@@ -59,11 +59,6 @@ class Outer:
     out: str = option("x", "a folder")
 
 
-def test_the_command_line_takes_presets_and_dotted_keys():
-    config = parse(TrainConfig, ["model=0.5b", "sparsity.l1=2e-5", "data=stdlib"])
-    assert (config.model.name, config.sparsity.l1, config.data.source) == ("0.5b", 2e-5, "stdlib")
-
-
 @pytest.mark.parametrize("text", ["2e-5", "2E-5", ".2e-4", "0.00002"])
 def test_exponents_are_numbers(text, tmp_path):
     assert parse(TrainConfig, [f"sparsity.l1={text}"]).sparsity.l1 == pytest.approx(2e-5)
@@ -216,12 +211,6 @@ def test_arguments_that_name_no_file_or_list_are_refused_in_one_line(argument):
 def test_defaults_are_not_shared():
     parse(Outer, []).inner.sizes.append(3)
     assert parse(Outer, []).inner.sizes == [1, 2]
-
-
-def test_saved_configuration_comes_back(tmp_path):
-    config = parse(TrainConfig, ["model=1.5b-nongated", "sparsity.l1=1.5e-5", "run.dir=a b", "run.max_seconds=3"])
-    save_config(config, tmp_path / "config.yaml")
-    assert load_config(TrainConfig, tmp_path / "config.yaml") == config
 
 
 def test_help_lists_every_option(capsys):

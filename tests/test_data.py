@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from experiments.data import batches, encode, shards, sources
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
 from experiments.data.encode import Encoder, chunk_pattern
-from experiments.data.held_out import HeldOut, document_share, hold_out
+from experiments.data.held_out import document_share
 from experiments.data.sources import open_source
 from experiments.data.token_files import open_token_folder
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
@@ -98,13 +98,6 @@ def test_text_files_are_documents_and_long_ones_are_cut_at_line_ends(tmp_path, m
     assert all(text.endswith("\n") and len(text) < 60 for text in found)
 
 
-def test_of_one_text_of_some_megabytes_there_is_something_to_hold_out(tmp_path):
-    (tmp_path / "book.txt").write_text("".join(f"line {number} of a long book\n" for number in range(80_000)))
-    found = documents(f"path:{tmp_path}")
-    assert 25 < len(found) < 45
-    assert 0 < sum(document_share(text) < 0.1 for text in found) < len(found) / 2
-
-
 def test_folders_are_read_in_order_with_subfolders_and_globs_choose(tmp_path):
     for name in ("b/2.txt", "a/1.txt", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -112,16 +105,6 @@ def test_folders_are_read_in_order_with_subfolders_and_globs_choose(tmp_path):
     assert documents(f"path:{tmp_path}") == ["a/1.txt", "b/2.txt", "c.txt"]
     assert documents(f"path:{tmp_path}/**/[12].txt") == ["a/1.txt", "b/2.txt"]
     assert documents(f"path:{tmp_path}/c*") == ["c.txt"]
-
-
-def test_the_key_follows_content_not_place(corpus, tmp_path):
-    copy = tmp_path / "elsewhere" / "docs.jsonl"
-    copy.parent.mkdir()
-    shutil.copy(corpus, copy)
-    assert open_source(f"path:{copy}").key == open_source(f"path:{corpus}").key
-    write_lines(copy, TEXTS[1:])
-    assert open_source(f"path:{copy}").key != open_source(f"path:{corpus}").key
-    assert open_source(f"path:{corpus}", text_field="id").key != open_source(f"path:{corpus}").key
 
 
 def test_standard_library():
@@ -224,12 +207,6 @@ def test_too_many_records_without_text_are_an_error(without, skip_records, accep
     else:
         with pytest.raises(DataError, match=r"a.jsonl, line 61: no text under 'text'; .* data.skip_records=0.05"):
             documents(f"path:{tmp_path}", skip_records=skip_records)
-
-
-def test_a_text_field_that_no_record_has_is_an_error(tmp_path):
-    write_lines(tmp_path / "a.jsonl", TEXTS[:3], field="body")
-    with pytest.raises(DataError, match=r"a.jsonl, line 1: no text under 'text'; the record has \['body', 'id'\]"):
-        documents(f"path:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -370,15 +347,6 @@ def names(source):
     return [file.name for file in source.files]
 
 
-def test_a_folder_is_split_by_its_file_names(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        train, validation = open_sources(DataConfig(source=f"path:{shard_files(tmp_path)}"))
-    assert (names(train), names(validation)) == (["train-00.jsonl", "train-01.jsonl"], ["val.jsonl"])
-    (line,) = caplog.messages
-    assert "reads train-00.jsonl, train-01.jsonl; holds out val.jsonl; leaves out README.md" in line
-    assert "sample.jsonl" in line
-
-
 def test_a_validation_text_of_its_own_is_never_trained_on(tmp_path):
     folder = shard_files(tmp_path)
     train, validation = open_sources(DataConfig(source=f"path:{folder}", validation=f"path:{folder}/train-00.jsonl"))
@@ -464,6 +432,7 @@ def test_the_keys_of_what_rows_and_caches_were_made_from_stay(tmp_path):
         assert source.key == sha256(json.dumps(["text", [[name, digests[name]] for name in chosen]]).encode())
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "val.jsonl")
     assert open_source(f"path:{tmp_path}/link.jsonl").key == validation.key
+    assert open_source(f"path:{tmp_path}/link.jsonl", text_field="id").key != validation.key
     text = ["text", [["README.md", digests["README.md"]]], 65536]
     assert open_source(f"path:{tmp_path}/README.md").key == sha256(json.dumps(text).encode())
     source = open_source("stdlib")
@@ -472,8 +441,14 @@ def test_the_keys_of_what_rows_and_caches_were_made_from_stay(tmp_path):
     assert source.key == sha256(json.dumps(["stdlib", library]).encode())
 
 
-def test_documents_are_held_out_by_their_content(config):
+def test_documents_are_held_out_by_their_content(config, monkeypatch):
+    """The tokenizer does not see them."""
+    seen, train = [], train_bpe
+    monkeypatch.setattr(
+        "experiments.data.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train(TEXTS, size))[1]
+    )
     texts = read_back(config)
+    assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
     assert sorted(texts["train"] + texts["validation"]) == sorted(TEXTS)
     assert texts["validation"] == [text for text in TEXTS if document_share(text) < 0.2]
     assert 3 <= len(texts["validation"]) <= 25
@@ -513,11 +488,6 @@ def test_of_the_shortest_text_a_part_is_held_out(name, texts, share, tmp_path, m
     assert min(2**14, len(max(texts, key=len)) // 3) <= validation <= 2 * len("".join(texts)) / 3
     if name == "a.jsonl":
         assert all(text.endswith("\n") for text in set(parts["train"]).difference(texts))
-
-
-def test_few_documents_are_held_out_by_their_content_where_that_is_any(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", TEXTS)
-    assert hold_out(open_source(f"path:{path}"), 0.2) == HeldOut(0.2)
 
 
 @pytest.mark.parametrize("content", ["", "ab"])
@@ -563,15 +533,6 @@ def test_bpe_is_cached_by_content(config, monkeypatch):
     assert tokenizer_key(load_tokenizer(config, 300, source)) == tokenizer_key(first)
     monkeypatch.undo()
     assert tokenizer_key(load_tokenizer(config, 290, source)) != tokenizer_key(first)
-
-
-def test_bpe_never_sees_held_out_documents(config, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "experiments.data.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train_bpe(TEXTS, size))[1]
-    )
-    load_tokenizer(config, 300, open_source(config.source))
-    assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
 
 
 def test_a_tokenizer_of_the_hub_is_kept(tmp_path, monkeypatch, caplog):

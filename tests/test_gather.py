@@ -158,12 +158,13 @@ def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_pa
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [16, 32, 100])
-def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens):
-    mask = flat(stream)[0].flatten(0, 1)
+@pytest.mark.parametrize(("tokens", "rows"), [(16, 144), (32, 144), (100, 144), (100, 20)])
+def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens, rows):
+    """It repeats after the rows of the mask, and after K tokens: no more different ones can be made."""
+    mask = flat(stream)[0].flatten(0, 1)[:rows]
     problem = problem_from_mask(mask, tokens, 32, gated=gated)
     weight = problem.w_gate if gated else problem.w_up
-    distinct = min(tokens, 32)
+    distinct = min(tokens, rows, 32)
     wanted = mask[:distinct].repeat(-(-tokens // distinct), 1)[:tokens]
     assert torch.equal(torch.nn.functional.linear(problem.x, weight) > 0, wanted)
     assert problem.x.dtype == torch.bfloat16

@@ -21,40 +21,51 @@ def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
     return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
 
 
-def split(hot: torch.Tensor, backend: str = "reference"):
-    def run(*problem):
-        y, stats = run_ffn(*problem, backend=backend, hot=hot)
+INDEX = torch.tensor([1, 5, 30])
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hot", [[], [3], [0, 39, 7, 20], list(range(40)), 1, 17, 39, 40], ids=str)
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_every_result_and_gradient(hot, gated, backend, activation):
+    """Of neurons by index, and of a number of leading ones."""
+    problem = make(gated)
+    neurons = torch.tensor(hot, dtype=torch.int64) if isinstance(hot, list) else hot
+
+    def run(*operands):
+        y, stats = run_ffn(*operands, backend=backend, hot=neurons, activation=activation)
         return y, stats.l1
 
-    return run
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("hot", [[], [3], [0, 39, 7, 20], list(range(40))])
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_every_result_and_gradient(hot, gated, backend):
-    problem, neurons = make(gated), torch.tensor(hot, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=generator)
-    check(split(neurons, backend), problem, dy, 0.3)
+    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    check(run, problem, dy, 0.3, activation)
+    with torch.no_grad():
+        check(run, problem, None, 0.3, activation)
 
 
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 @pytest.mark.parametrize("hot", [[5, 5], [40], [-1]])
 def test_neurons_that_are_not_distinct_are_refused_on_a_cpu(hot, backend):
     with pytest.raises(ValueError, match=r"distinct neurons, got|40 neurons, got"):
-        split(torch.tensor(hot), backend)(*make()[:4])
+        run_ffn(*make(), backend=backend, hot=torch.tensor(hot))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
-def test_statistics_are_those_of_the_whole(gated):
-    problem, hot = make(gated), torch.tensor([1, 5, 30])
-    _, whole = run_ffn(*problem, backend="reference")
-    _, parts = run_ffn(*problem, backend="reference", hot=hot)
+@pytest.mark.parametrize("hot", [INDEX, 1, 12], ids=str)
+def test_statistics_are_those_of_the_whole(hot, gated):
+    x, *weights = make(gated)
+    x = x.view(3, 10, 16)
+    y, whole = run_ffn(x, *weights, backend="reference")
+    got, parts = run_ffn(x, *weights, backend="reference", hot=hot)
+    assert got.shape == x.shape
     assert torch.equal(parts.nonzeros, whole.nonzeros)
     assert parts.nonzeros.dtype == torch.int32
     assert torch.equal(parts.fired, whole.fired)
-    torch.testing.assert_close(parts.l1, whole.l1)
+    assert (parts.overflow.dtype, parts.backend) == (torch.int64, "reference")
+    torch.testing.assert_close((got, parts.l1), (y, whole.l1))
+    bare, _ = run_ffn(x, *weights, backend="reference", hot=hot, stats=False)
+    assert torch.equal(bare, got)
 
 
 def test_nan_rows_fire_every_neuron_once():
@@ -67,8 +78,9 @@ def test_nan_rows_fire_every_neuron_once():
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("gated", [True, False])
-def test_infinite_inputs_give_what_plain_torch_gives(gated, value):
-    problem, hot = make(gated), torch.tensor([1, 5, 30])
+@pytest.mark.parametrize("hot", [INDEX, 12, 40], ids=str)
+def test_infinite_inputs_give_what_plain_torch_gives(hot, gated, value):
+    problem = make(gated)
     for column in range(problem.x.shape[1]):
         x = problem.x.clone()
         x[2, column] = value

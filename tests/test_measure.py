@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pynvml
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from torch.profiler import DeviceType
 
 from experiments.timing import compare as compare_module
@@ -137,57 +138,23 @@ def test_alternatives_are_timed_in_turning_rounds():
     assert Counter(order)["fast"] == timings["fast"].time().n + 2, "one settling call each round is not counted"
 
 
-class Device:
-    """A device that runs calls one after the other, in seconds, while the host that launches them goes on."""
-
-    def __init__(self, monkeypatch):
-        self.host = self.busy_until = self.idle = 0.0
-        device = self
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                self.at = max(device.host, device.busy_until)
-
-            def synchronize(self):
-                device.host = max(device.host, self.at)
-
-            def elapsed_time(self, later):
-                return (later.at - self.at) * 1e3
-
-        def synchronize(_=None):
-            device.host = max(device.host, device.busy_until)
-
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: device.host)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-    def launch(self, host_seconds, seconds):
-        self.host += host_seconds
-        self.idle += max(0.0, self.host - self.busy_until)
-        self.busy_until = max(self.host, self.busy_until) + seconds
-
-
 @pytest.mark.parametrize("seconds", [2e-5, 1e-3, 0.03, 1.3])
 def test_a_loop_on_a_device_ends_on_time_and_is_never_drained(monkeypatch, seconds):
-    device = Device(monkeypatch)
+    gpu, milliseconds = FakeGpu(monkeypatch), seconds * 1e3
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: gpu.now / 1e3)
     # A call is launched in less than it takes, if only just.
     timing = time_alternatives(
-        {"call": lambda: device.launch(seconds * 0.9, seconds)},
+        {"call": lambda: gpu.issue("call", milliseconds * 0.9, milliseconds)},
         torch.device("cuda"),
         NO_METER,
         seconds=2.0,
         rounds=1,
         settle_seconds=0.5,
     )["call"]
-    assert timing.time().value == pytest.approx(seconds * 1e3)
-    assert device.host < 2.5 + 4.5 * seconds + 0.25, "each loop waits for what it queued, and that is little"
+    assert timing.time().value == pytest.approx(milliseconds)
+    assert gpu.now / 1e3 < 2.5 + 4.5 * seconds + 0.25, "each loop waits for what it queued, and that is little"
     assert timing.time().n >= max(1, 2.0 / seconds * 0.99 - 2)
-    assert device.idle < 4 * seconds, "only the first calls of the two loops find an idle device"
+    assert gpu.idle < 4 * milliseconds, "only the first calls of the two loops find an idle device"
 
 
 def test_throughput_and_energy_follow_from_time_and_power():

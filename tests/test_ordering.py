@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, sparse_ffn
-from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell.testing import Problem, make_problem, relative_error
 from twell.tuning.order import can_be_ordered, firing_order, first_neurons, neuron_order, order_neurons, restore_order
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -33,55 +33,6 @@ def by_firing(problem: Problem) -> torch.Tensor:
 
 
 # A prefix of hot neurons
-
-
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("count", [0, 1, 17, 39, 40])
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_every_result_and_gradient_with_a_prefix(backend, count, gated, activation):
-    problem = make(gated)
-
-    def run(*operands):
-        y, stats = run_ffn(*operands, backend=backend, hot=count, activation=activation)
-        return y, stats.l1
-
-    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    check(run, problem, dy, 0.3, activation)
-    with torch.no_grad():
-        check(run, problem, None, 0.3, activation)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("gated", [True, False])
-def test_statistics_with_a_prefix_are_those_of_the_whole(gated):
-    x, *weights = make(gated)
-    x = x.view(3, 10, 16)
-    for count in (1, 12):
-        y, whole = run_ffn(x, *weights, backend="reference")
-        got, parts = run_ffn(x, *weights, backend="reference", hot=count)
-        assert got.shape == x.shape
-        assert torch.equal(parts.nonzeros, whole.nonzeros)
-        assert parts.nonzeros.dtype == torch.int32
-        assert torch.equal(parts.fired, whole.fired)
-        assert (parts.overflow.dtype, parts.backend) == (torch.int64, "reference")
-        torch.testing.assert_close((got, parts.l1), (y, whole.l1))
-        bare, _ = run_ffn(x, *weights, backend="reference", hot=count, stats=False)
-        assert torch.equal(bare, got)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_nan_and_inf_in_x_with_a_prefix_in_training(bad, gated):
-    problem = make(gated=gated)
-    problem.x[2, 5] = bad
-    wanted = plain_ffn(*problem)[0]
-    leaves = [None if t is None else t.requires_grad_() for t in problem]
-    y, _ = run_ffn(*leaves, backend="reference", hot=12)
-    torch.testing.assert_close(y, wanted, equal_nan=True)
-    with torch.no_grad():
-        y, _ = run_ffn(*problem, backend="reference", hot=len(problem.w_up))
-    torch.testing.assert_close(y, wanted, equal_nan=True)
 
 
 @torch.no_grad()

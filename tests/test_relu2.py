@@ -5,11 +5,10 @@ import pytest
 import torch
 from calls import change, make_block, run_ffn
 from pairwise import pairwise
+from tiny_models import TOKENS, llama
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from twell import feed_forward_blocks, sparsify
+from twell import sparsify
 from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -101,17 +100,6 @@ def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compile_and_checkpointing(backend):
-    problem, dy = make(), upstream(make())
-    wanted = evaluate(squared, problem, dy, 2.0)
-    compiled = torch.compile(lambda *p: run(*p, backend=backend), backend="aot_eager", fullgraph=True)
-    for function in (compiled, lambda *p: checkpoint(lambda *q: run(*q, backend=backend), *p, use_reentrant=False)):
-        got = evaluate(function, problem, dy, 2.0)
-        for name in wanted:
-            assert relative_error(got[name], wanted[name]) < 1e-13, name
-
-
 def test_another_activation_is_refused():
     with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
         run_ffn(*make(), activation="gelu")
@@ -130,30 +118,8 @@ def test_the_block():
     assert block.activation == "relu2"
 
 
-def tiny(activation: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, hidden_act=activation)).eval()
-
-
-@torch.no_grad()
-def test_sparsify_keeps_the_square(tmp_path):
-    model, tokens = tiny("relu2"), torch.arange(3, 25).view(2, 11)
-    before = model(tokens).logits
-    torch.testing.assert_close(sparsify(model)(tokens).logits, before)
-    assert {block.activation for block in feed_forward_blocks(model)} == {"relu2"}
-    torch.testing.assert_close(sparsify(model, plan="reference")(tokens).logits, before)
-    model.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert plain.config.hidden_act == "relu2"
-    torch.testing.assert_close(plain(tokens).logits, before)
-    torch.testing.assert_close(sparsify(plain)(tokens).logits, before)
-    with pytest.raises(ValueError, match="blocks with activation 'relu2', which is fixed; got 'relu'"):
-        sparsify(model, activation="relu")
-
-
 @torch.no_grad()
 def test_sparsify_puts_the_square_in_place_of_another_activation():
-    model, tokens = sparsify(tiny("silu"), activation="relu2"), torch.arange(3, 25).view(2, 11)
+    model = sparsify(llama("silu"), activation="relu2")
     assert model.config.hidden_act == "relu2"
-    torch.testing.assert_close(model(tokens).logits, tiny("relu2")(tokens).logits)
+    torch.testing.assert_close(model(TOKENS).logits, llama("relu2")(TOKENS).logits)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import change
+from tiny_models import TOKENS, llama
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from twell import Plan, SparseFeedForward, autotune, feed_forward_blocks, load_plans, registry, save_plans, sparsify
 from twell.registry import BackendUnavailable
@@ -15,7 +16,6 @@ from twell.tuning import Form
 from twell.tuning.order import order_neurons, restore_order
 
 HIDDEN, NEURONS = 16, 512
-TOKENS = torch.arange(3, 25).view(2, 11)
 
 
 class Model(nn.Module):
@@ -127,15 +127,9 @@ def test_after_an_error_all_blocks_have_their_plans():
 # Saved with a model
 
 
-def tiny() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return sparsify(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, hidden_act="relu")).eval())
-
-
 def planned() -> LlamaForCausalLM:
     """One block in order with leading hot neurons, another with hot neurons by indices."""
-    model = tiny()
+    model = sparsify(llama())
     first, second = feed_forward_blocks(model)
     order_neurons(first, torch.randperm(48))
     first.plan, second.plan = Plan("reference", 16, ((4, "dense"),)), Plan("reference", (3, 7), capacity=20)
@@ -173,7 +167,7 @@ def test_plans_are_saved_with_a_model_and_loaded_again(tmp_path):
     ],
 )
 def test_plans_that_do_not_fit_change_nothing(wrong, message):
-    model, plans = tiny(), save_plans(planned())
+    model, plans = sparsify(llama()), save_plans(planned())
     with pytest.raises(ValueError, match=message):
         load_plans(model, [plans[0], plans[1] | wrong])
     with pytest.raises(ValueError, match=r"layer 0 cannot be used: plan must be a Plan or .*, got \['a'\]"):
@@ -182,7 +176,7 @@ def test_plans_that_do_not_fit_change_nothing(wrong, message):
 
 
 def test_plans_that_are_not_there_or_cannot_run_here_are_refused():
-    model, plans = tiny(), save_plans(planned())
+    model, plans = sparsify(llama()), save_plans(planned())
     with pytest.raises(ValueError, match="holds no plans"):
         load_plans(model)
     with pytest.raises(ValueError, match="there are plans for 1 blocks"):
@@ -220,7 +214,7 @@ def test_kernels_of_loaded_plans_are_loaded_once_for_equal_blocks(training, monk
 
 
 def test_the_plans_of_a_wrapped_model_are_stored_and_forgotten():
-    model, wrapped = tiny(), nn.Module()
+    model, wrapped = sparsify(llama()), nn.Module()
     wrapped.module = model
     assert save_plans(wrapped) == model.config.twell_plans == [{}, {}]
     load_plans(wrapped)

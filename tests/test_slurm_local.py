@@ -339,21 +339,13 @@ def start(here, arguments):
     return programs.start("slurm.submit", "experiments.train", *here, *arguments)
 
 
-def wait_for(condition, process):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "Ctrl-C"])
 def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
     arguments = [*words, *LONG, *place(tmp_path, "stopped")]
     config = parse(TrainConfig, arguments)
     process = start(here, arguments)
-    wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    programs.wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
     with pytest.raises(RunError, match="another process is running the study"):
         submit(read_request(["experiments.train", *arguments, "cluster=local"]))
     if how == "cancel":
@@ -378,7 +370,7 @@ def test_the_time_limits_signal_starts_the_run_again(tmp_path, words, here):
     arguments = [*words, *LONG, *place(tmp_path, "limited")]
     config = parse(TrainConfig, arguments)
     process = start(here, arguments)
-    wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    programs.wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
     job = latest_jobs(tmp_path / "runs" / "test")["limited"]
     (task,) = Path(f"/proc/{job.job}/task/{job.job}/children").read_text().split()
     os.kill(int(task), signal.SIGUSR2)  # what submitit's process, which watches the time, does
@@ -891,7 +883,8 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
     try:
         jobs = [Job("a", str(process.pid), "local", "log", now()), Job("n_a", "4243", "local", "log", now())]
         note_submitted(study, jobs)
-        wait_for(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes(), process)  # empty while it is being executed
+        command = Path(f"/proc/{process.pid}/cmdline")  # empty while it is being executed
+        programs.wait_for(command.read_bytes, process)
         found = item_states(study, read_submission(study))["a"]
         assert (found.state, found.reason) == (State.QUEUED, "starting")
     finally:

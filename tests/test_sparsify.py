@@ -124,7 +124,10 @@ def test_a_square_is_kept_where_a_model_has_it(kind):
     wanted = logits(model)
     assert {block.activation for block in feed_forward_blocks(sparsify(model))} == {"relu2"}
     torch.testing.assert_close(logits(model), wanted)
+    torch.testing.assert_close(logits(sparsify(model, plan="reference")), wanted)
     assert model.config.hidden_act == "relu2"
+    with pytest.raises(ValueError, match="blocks with activation 'relu2', which is fixed; got 'relu'"):
+        sparsify(model, activation="relu")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

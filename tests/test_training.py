@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import importlib.metadata
 import json
 import math
@@ -14,7 +13,7 @@ import time
 import pytest
 import torch
 from pairwise import slow
-from programs import run_two, start
+from programs import run_two, start, wait_for
 from same_run import assert_same_end, final, firing_rates_of, without_times
 from tiny_run import with_values
 from torch import nn
@@ -41,7 +40,7 @@ from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
-from experiments.training.loss import LossModel, total_loss
+from experiments.training.loss import LossModel
 from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 from experiments.training.progress import Progress
 from experiments.training.trainer import Trainer
@@ -303,14 +302,6 @@ def test_exemption_follows_a_moving_average():
     assert [torch.where(block.l1_weight == 0)[0].tolist() for block in blocks] == [[3, 5], [3, 5]]
     with pytest.raises(ValueError, match=r"\[1, 32\], wanted \[2, 32\]"):
         exemption.restore(exemption.state()[:1])
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.slow
@@ -640,24 +631,6 @@ def test_a_validation_that_is_not_finite_is_divergence(make, monkeypatch):
         run(make())
 
 
-def test_a_full_disk_at_a_checkpoint(make, monkeypatch):
-    config = make("run.keep_checkpoints=1")
-    real = checkpoint.save_file
-
-    def save_file(tensors, path):
-        if "step_00000010" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", save_file)
-    with pytest.raises(StorageError, match="No space left on device"):
-        run(config)
-    assert [path.name for path in (config.run.folder / "checkpoints").iterdir()] == ["step_00000005"]
-    monkeypatch.undo()
-    run(config)
-    assert final_step(config) == 10
-
-
 def test_a_disk_that_is_really_full(make, mounted):
     small_disk = mounted("300k")
     config = make(f"run.dir={small_disk}/run", "run.checkpoint_every=1", "run.keep_checkpoints=9")
@@ -667,11 +640,6 @@ def test_a_disk_that_is_really_full(make, mounted):
     assert folders
     assert not [name for name in folders if name.startswith(".tmp")]
     assert newest_checkpoint(config.run.folder).name == folders[-1]
-
-
-def test_missing_text(make):
-    with pytest.raises(DataError, match="nowhere"):
-        run(make("data=path:/nowhere"))
 
 
 def test_what_cannot_run_is_refused_before_work(make):
@@ -789,24 +757,6 @@ def test_weight_decay_is_for_matrices():
     assert len(decays) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         assert decays[parameter] == (0.0 if "norm" in name else 0.3), name
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_l1_term(reduction):
-    model = build_model(MODEL)
-    tokens = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(0))
-    inputs = []
-    for block in feed_forward_blocks(model):
-        block.register_forward_pre_hook(lambda module, arguments: inputs.append((module, arguments[0])))
-    cross_entropy, l1 = LossModel(model, precision="float32", l1_reduction=reduction)(tokens)
-    sums = [(block.gate_proj(x).relu() * block.up_proj(x)).abs().sum(-1).mean().item() for block, x in inputs]
-    assert len(sums) == 2
-    assert l1.item() == pytest.approx(sum(sums) / 2 / (1 if reduction == "sum" else 32), rel=1e-5)
-    expected = model(tokens[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten())
-    assert cross_entropy.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert total_loss(cross_entropy, l1, 0.0) is cross_entropy
-    assert total_loss(cross_entropy, l1, 2.0).item() == pytest.approx(cross_entropy.item() + 2 * l1.item())
 
 
 def test_without_statistics_there_is_no_l1_term():

@@ -1,6 +1,7 @@
-"""Sizes of the tiny random models of transformers that tests make, and tokens for them."""
+"""Sizes of the tiny random models of transformers that tests make, tokens for them, and one of them."""
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 TOKENS = torch.arange(3, 25).view(2, 11)
 SIZES = {
@@ -16,3 +17,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def llama(activation: str = "relu") -> LlamaForCausalLM:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act=activation)).eval()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from calls import change, make_block, run_ffn
+from calls import change, exact_pattern, make_block, run_ffn
 from pairwise import pairwise
 
 from twell import autotune, registry
@@ -240,27 +240,10 @@ def test_calls_of_any_number_of_tokens_after_autotune(backend):
         assert relative_error(y, plain_ffn(p.x[:4], *p[1:])[0]) < 0.02
 
 
-def exact_pattern(counts, hidden=128, intermediate=768, tile=256):
-    """A problem whose token i has exactly counts[i] non-zeros in each tile."""
-    generator = torch.Generator(CUDA).manual_seed(0)
-    tokens = len(counts)
-    x = torch.zeros(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
-    x[:, 0] = torch.tensor(counts, dtype=torch.bfloat16)
-    x[:, 1] = 1
-    x[:, 2:] = torch.randn(tokens, hidden - 2, device=CUDA, generator=generator)
-    gate = torch.zeros(intermediate, hidden, device=CUDA, dtype=torch.bfloat16)
-    order = torch.stack([torch.randperm(tile, device=CUDA, generator=generator) for _ in range(intermediate // tile)])
-    gate[:, 0] = 1
-    gate[:, 1] = -order.flatten().to(torch.bfloat16)  # active where count > order
-    up = torch.randn(intermediate, hidden, device=CUDA, generator=generator).to(torch.bfloat16) / 8
-    down = torch.randn(hidden, intermediate, device=CUDA, generator=generator).to(torch.bfloat16) / 8
-    return Problem(x, gate, up, down)
-
-
 @pytest.mark.parametrize("repeat", [1, 40, 700])
 def test_ugly_rows(ffn, y_and_l1, repeat):
     counts = [0, 1, 15, 16, 17, 31, 32, 33, 192, 256] * repeat
-    p = exact_pattern(counts)
+    p = exact_pattern(counts, 128, 256, 3, CUDA)
     check(y_and_l1, p)
     _, stats = ffn(*p)
     assert stats.nonzeros.tolist() == [3 * c for c in counts]

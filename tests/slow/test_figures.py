@@ -661,9 +661,3 @@ def test_colours_differ_in_greyscale():
     assert all(abs(lightness(a) - lightness(b)) > 10 for a, b in itertools.combinations(style.CATEGORIES, 2)), [
         round(lightness(colour)) for colour in style.CATEGORIES
     ]
-
-
-def test_captions_have_at_most_60_words(drawn):
-    for figure in itertools.chain(*drawn.values()):
-        if not figure.is_placeholder:
-            assert 0 < len(figure.caption.split()) <= 60, figure.name

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from calls import make_block, run_ffn
+from calls import exact_pattern, make_block, run_ffn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -116,17 +116,22 @@ def test_hot_neurons(gated, columns, monkeypatch):
     monkeypatch.setattr(hot_steps, "_COLUMNS", columns)
     problem, neurons = make_problem(5, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *operands: backend(*operands, hot=neurons), problem, upstream(problem), 0.5)
-    y, stats = run_ffn(*problem, backend="triton", hot=neurons)
-    _, whole = run_ffn(*problem, backend="triton")
-    assert torch.equal(stats.nonzeros, whole.nonzeros)
-    assert torch.equal(stats.fired, whole.fired)
-    assert torch.equal(run_ffn(*problem, backend="triton", hot=neurons, stats=False)[0], y)
     _, strided = run_ffn(*problem, backend="triton", hot=neurons.repeat_interleave(2)[::2])
-    assert torch.equal(strided.fired, whole.fired)
+    assert torch.equal(strided.fired, run_ffn(*problem, backend="triton")[1].fired)
+    check_statistics(problem, hot=neurons)
     problem.x[2, 3] = float("nan")
     y, stats = run_ffn(*problem, backend="triton", hot=neurons)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
+
+
+def check_statistics(problem, **options):
+    """They are those without these options, and y is the same where none are wanted."""
+    y, stats = run_ffn(*problem, backend="triton", **options)
+    _, whole = run_ffn(*problem, backend="triton")
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+    assert torch.equal(run_ffn(*problem, backend="triton", stats=False, **options)[0], y)
 
 
 @torch.no_grad()
@@ -137,12 +142,7 @@ def test_a_prefix_of_hot_neurons(gated, activation):
     weight = torch.rand(50)
     run = functools.partial(backend, hot=13, activation=activation, l1_weight=weight)
     check(run, problem, None, 0.5, activation, weight)
-    y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
-    _, whole = run_ffn(*problem, backend="triton")
-    assert torch.equal(stats.nonzeros, whole.nonzeros)
-    assert torch.equal(stats.fired, whole.fired)
-    bare, _ = run_ffn(*problem, backend="triton", hot=13, activation=activation, stats=False)
-    assert torch.equal(bare, y)
+    check_statistics(problem, hot=13, activation=activation)
     problem.x[2, 3] = float("nan")
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     assert stats.nonzeros[2] == 50
@@ -187,25 +187,6 @@ def test_weights_of_the_l1_term(options, gated, activation):
     problem, weight = make_problem(5, 32, 40, 10.0, gated=gated), torch.rand(40).mul(2).round()
     run = functools.partial(backend, activation=activation, l1_weight=weight, **options)
     check(run, problem, upstream(problem), 0.5, activation, weight)
-
-
-def test_weights_of_the_l1_term_however_tokens_come_to_programs(by_tokens, gate):
-    gate(32, 8)
-    problem, weight = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1), torch.rand(32)
-    check(functools.partial(backend, l1_weight=weight), problem, upstream(problem), 0.5, l1_weight=weight)
-
-
-def exact_pattern(counts, hidden, tile, tiles):
-    """A problem whose token i has exactly counts[i] non-zeros in each tile."""
-    generator = torch.Generator().manual_seed(0)
-    tokens, intermediate = len(counts), tile * tiles
-    x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
-    x[:, 0], x[:, 1] = torch.tensor(counts, dtype=torch.bfloat16), 1
-    gate = torch.zeros(intermediate, hidden, dtype=torch.bfloat16)
-    order = torch.stack([torch.randperm(tile, generator=generator) for _ in range(tiles)])
-    gate[:, 0], gate[:, 1] = 1, -order.flatten().to(torch.bfloat16)  # active where count > order
-    up, down = (torch.randn(intermediate, hidden, generator=generator).to(torch.bfloat16) / 8 for _ in "ud")
-    return Problem(x, gate, up, down.t())
 
 
 def test_ugly_rows_and_statistics(by_tokens, gate):
@@ -317,13 +298,7 @@ def test_squared(options, gated):
     options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
     problem = make_problem(5, 32, 40, 10.0, gated=gated)
     check(lambda *p: squared(*p, **options), problem, upstream(problem), 0.5, "relu2")
-    _, whole = run_ffn(*problem, backend="triton")
-    hot = {"hot": options["hot"]} if "hot" in options else {}
-    y, stats = run_ffn(*problem, backend="triton", activation="relu2", **hot)
-    assert torch.equal(stats.nonzeros, whole.nonzeros)
-    assert torch.equal(stats.fired, whole.fired)
-    bare, _ = run_ffn(*problem, backend="triton", activation="relu2", stats=False, **hot)
-    assert torch.equal(bare, y)
+    check_statistics(problem, activation="relu2", **({"hot": options["hot"]} if "hot" in options else {}))
 
 
 @pytest.mark.slow
@@ -336,16 +311,20 @@ def test_squared_ugly_rows_and_exceeded_capacity(gate):
     check(squared, bare, upstream(bare), 0.5, "relu2")
 
 
+def with_infinity(problem, where, token, activation="relu", **options):
+    """Results and gradients with an infinity in x or dy of a token: nowhere finite where plain torch's are not."""
+    dy = upstream(problem)
+    {"x": problem.x, "dy": dy}[where][token, 5] = float("inf")
+    ours = evaluate(lambda *p: backend(*p, activation=activation, **options), problem, dy)
+    for name, value in evaluate(lambda *p: plain_ffn(*p, activation), problem, dy).items():
+        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+    return ours
+
+
 @pytest.mark.parametrize(("where", "gated", "hot"), [("x", True, None), ("dy", True, [2, 4]), ("x", False, None)])
 def test_squared_is_nonfinite_wherever_plain_torch_is(where, gated, hot):
     options = {} if hot is None else {"hot": torch.tensor(hot)}
-    problem = make_problem(5, 16, 8, 2.0, gated=gated)
-    dy = upstream(problem)
-    (dy if where == "dy" else getattr(problem, where))[4, 5] = float("inf")
-    ours = evaluate(lambda *p: squared(*p, **options), problem, dy)
-    plain = evaluate(lambda *p: plain_ffn(*p, "relu2"), problem, dy)
-    for name, value in plain.items():
-        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+    with_infinity(make_problem(5, 16, 8, 2.0, gated=gated), where, 4, "relu2", **options)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -381,10 +360,11 @@ def test_gradients_however_tokens_come_to_programs(by_tokens):
     check(backend, problem, upstream(problem), 0.5)
 
 
-def test_gradients_of_ugly_rows(by_tokens, gate):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_ugly_rows(by_tokens, gate, weighted):
     gate(32, 8)
-    problem = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1)
-    check(backend, problem, upstream(problem), 0.5)
+    problem, weight = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1), torch.rand(32) if weighted else None
+    check(functools.partial(backend, l1_weight=weight), problem, upstream(problem), 0.5, l1_weight=weight)
 
 
 @pytest.mark.parametrize("frequent", [5, 1000])
@@ -422,13 +402,16 @@ def test_the_order_of_the_entries(frequent, monkeypatch):
         assert torch.equal(bits[: int((block == b).sum())] > 0, active[block == b])
 
 
-def test_only_what_is_needed_and_always_the_same():
-    problem = make_problem(4, 32, 12, 3.0)
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"capacity": 1}, {"backup": 0.3}))], ids=str
+)
+def test_only_what_is_needed_and_always_the_same(options):
+    problem = make_problem(4, 32, 20, 5.0)
     problem = problem._replace(w_down=neuron_major(problem.w_down))
-    expected = evaluate(backend, problem, upstream(problem))
+    expected = evaluate(lambda *p: backend(*p, **options), problem, upstream(problem))
     for needed in ("x", "w_gate", "w_up", "w_down"):
         leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
-        backend(*leaves)[0].backward(upstream(problem))
+        backend(*leaves, **options)[0].backward(upstream(problem))
         assert [name for name, leaf in leaves._asdict().items() if leaf.grad is not None] == [needed]
         assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
     assert leaves.w_down.grad.stride() == (1, 32)
@@ -470,17 +453,6 @@ def test_exceeded_capacity_beside_dense_parts(options, gated):
     leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
     assert int(run_ffn(*leaves, backend="triton", capacity=1, **options)[1].overflow) > 0
     check(lambda *p: backend(*p, capacity=1, **options), problem, upstream(problem), 0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("needed", ["x", "w_gate", "w_up", "w_down"])
-def test_only_what_is_needed_where_the_capacity_is_exceeded(needed):
-    problem = make_problem(4, 32, 20, 5.0)
-    expected = evaluate(lambda *p: backend(*p, capacity=1), problem, upstream(problem))
-    leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
-    backend(*leaves, capacity=1)[0].backward(upstream(problem))
-    assert [name for name, leaf in leaves._asdict().items() if leaf.grad is not None] == [needed]
-    assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
 
 
 def _checkpointed(function):
@@ -583,12 +555,7 @@ def test_a_copy_of_a_module_has_a_capacity_of_its_own():
     ],
 )
 def test_gradients_are_nonfinite_wherever_they_are_in_plain_torch(where, gated):
-    problem = make_problem(5, 16, 8, 2.0, gated=gated)
-    dy = upstream(problem)
-    (dy if where == "dy" else getattr(problem, where))[4, 5] = float("inf")
-    ours, plain = evaluate(backend, problem, dy), evaluate(plain_ffn, problem, dy)
-    for name, value in plain.items():
-        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+    ours = with_infinity(make_problem(5, 16, 8, 2.0, gated=gated), where, 4)
     assert ours["dx"][torch.arange(5) != 4].isfinite().all()
 
 
@@ -599,10 +566,11 @@ def test_a_nonfinite_gradient_of_l1():
     assert all(leaf.grad.isnan().all() for leaf in leaves)
 
 
-def test_training_with_zero_tokens():
+@pytest.mark.parametrize("backup", [0.0, 0.125])
+def test_training_with_zero_tokens(backup):
     problem = make_problem(4, 32, 20, 3.0)
     leaves = Problem(problem.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in problem[1:]))
-    y, l1 = backend(*leaves)
+    y, l1 = backend(*leaves, backup=backup)
     (y.sum() + l1).backward()
     assert leaves.x.grad.shape == (0, 32)
     assert not any(leaf.grad.any() for leaf in leaves[1:])
@@ -680,37 +648,12 @@ def test_a_backup_beside_hot_neurons(gated):
     assert torch.equal(stats.fired, whole.fired)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("needed", ["x", "w_gate", "w_up", "w_down"])
-def test_only_what_is_needed_with_a_backup(needed):
-    problem = make_problem(4, 32, 20, 5.0)
-    expected = evaluate(lambda *p: backend(*p, backup=0.3), problem, upstream(problem))
-    leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
-    y, _ = backend(*leaves, backup=0.3)
-    y.backward(upstream(problem))
-    assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
-
-
 @pytest.mark.parametrize("where", ["x", "dy"])
 @pytest.mark.parametrize("token", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_nonfinite_values_beside_a_backup(where, token):
     """In a token of the backup and in another one; results are nonfinite wherever they are in plain torch."""
-    problem = exact_pattern([1, 2, 3, 20, 4], 16, 32, 1)
-    dy = upstream(problem)
-    (dy if where == "dy" else getattr(problem, where))[token, 5] = float("inf")
-    ours, plain = evaluate(lambda *p: backend(*p, backup=0.2), problem, dy), evaluate(plain_ffn, problem, dy)
-    for name, value in plain.items():
-        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+    ours = with_infinity(exact_pattern([1, 2, 3, 20, 4], 16, 32, 1), where, token, backup=0.2)
     assert ours["dx"][torch.arange(5) != token].isfinite().all()
-
-
-def test_a_backup_of_zero_tokens():
-    problem = make_problem(4, 32, 20, 3.0)
-    leaves = Problem(problem.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in problem[1:]))
-    y, l1 = backend(*leaves, backup=0.125)
-    (y.sum() + l1).backward()
-    assert leaves.x.grad.shape == (0, 32)
-    assert not any(leaf.grad.any() for leaf in leaves[1:])
 
 
 @pytest.mark.parametrize("gated", [True, False])
