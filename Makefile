@@ -59,7 +59,7 @@ install: $(VENV)/.installed ## make .venv with the pinned requirements
 reproduce: $(VENV)/.installed ## the paper in small on this machine; on GPUs: SCALE=gpu (DATA=path:folder TASKS=folder)
 	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(SIDE_BY_SIDE) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
 
-figures: $(VENV)/.installed ## every table, figure, page, number and notebook again from the committed rows; no GPU
+figures: $(VENV)/.installed ## every table, figure, page, number and notebook again from the committed rows; no GPU, three minutes
 	$(BIN)/python -m analysis.build
 	$(BIN)/python -m experiments.run_notebooks out=notebooks
 

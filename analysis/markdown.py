@@ -10,7 +10,7 @@ import pandas as pd
 from analysis import choose, claims, paper, render, schema
 from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
-from analysis.claims.evidence import FAILS, HOLDS
+from analysis.claims.evidence import APART, FAILS, HOLDS
 from analysis.figures import Drawn
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.frontier import points as frontier_points
@@ -159,6 +159,7 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
     public = choose.where(paper.published_kernels(), mean_nnz=29, gated="yes").sort_values("tokens")
     theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
     counts = pd.Series([claim.verdict for claim in checked]).value_counts()
+    total = sum(claim.verdict not in APART for claim in checked)
     sweep = choose.main_model(choose.where(frames["summary"], activation="relu", modification="none"))
     within = sweep[(sweep["l1"] > 0) & (sweep["cross_entropy_change_pct"] <= choose.QUALITY_TOLERANCE * 100)]
     quality = within.sort_values("l1").iloc[-1]
@@ -181,8 +182,8 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at {quality['model'].upper()} parameters: {quality['active_pct']:.1f}% active at "
             f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.{_at_equal_time(results)}",
-            f"* **[Claims](paper_figures/README.md)**: {counts.get(HOLDS, 0)} of {len(checked)} reproduced, "
-            f"{counts.get(FAILS, 0)} not, the others in part, within our uncertainty or not testable here.",
+            f"* **[Claims](paper_figures/README.md)**: {counts.get(HOLDS, 0)} of {total} reproduced, "
+            f"{counts.get(FAILS, 0)} not, the others in part, within our uncertainty or not tested.",
         ]
     )
 
