@@ -40,7 +40,7 @@ from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
-from experiments.training.loss import LossModel, total_loss
+from experiments.training.loss import LossModel
 from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 from experiments.training.progress import Progress
 from experiments.training.trainer import Trainer
@@ -101,7 +101,8 @@ def test_a_run_learns_and_leaves_its_results(make, options):
     }
 
 
-def test_rows(make):
+def test_rows(make, caplog):
+    caplog.set_level("INFO")
     config = make("run.study=s", "run.item=i", "sparsity.l1=1e-4", "sparsity.l1_ramp_steps=3")
     records = run(config)
     rows = read_rows(config.run.folder / "rows.csv")
@@ -119,6 +120,8 @@ def test_rows(make):
         assert (row["model"], row["l1"], row["gated"], row["activation"]) == ("tiny", 1e-4, True, "relu")
         assert (row["modification"], row["backend"], row["tokens"]) == ("l1_warmup", "dense", 128)
     last = records[-1]
+    loss, folder = last["validation_cross_entropy"], config.run.folder
+    assert caplog.messages[-1] == f"i: held-out cross-entropy {loss:.3f}, rows in {folder / 'rows.csv'}"
     assert whole["cross_entropy"]["value"] == last["cross_entropy"]
     assert whole["validation_cross_entropy"]["value"] == last["validation_cross_entropy"]
     assert whole["nonzeros"]["value"] == pytest.approx(sum(last["nonzeros"]) / 2)
@@ -757,24 +760,6 @@ def test_weight_decay_is_for_matrices():
     assert len(decays) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         assert decays[parameter] == (0.0 if "norm" in name else 0.3), name
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_l1_term(reduction):
-    model = build_model(MODEL)
-    tokens = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(0))
-    inputs = []
-    for block in feed_forward_blocks(model):
-        block.register_forward_pre_hook(lambda module, arguments: inputs.append((module, arguments[0])))
-    cross_entropy, l1 = LossModel(model, precision="float32", l1_reduction=reduction)(tokens)
-    sums = [(block.gate_proj(x).relu() * block.up_proj(x)).abs().sum(-1).mean().item() for block, x in inputs]
-    assert len(sums) == 2
-    assert l1.item() == pytest.approx(sum(sums) / 2 / (1 if reduction == "sum" else 32), rel=1e-5)
-    expected = model(tokens[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten())
-    assert cross_entropy.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert total_loss(cross_entropy, l1, 0.0) is cross_entropy
-    assert total_loss(cross_entropy, l1, 2.0).item() == pytest.approx(cross_entropy.item() + 2 * l1.item())
 
 
 def test_without_statistics_there_is_no_l1_term():

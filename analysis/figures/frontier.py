@@ -145,9 +145,10 @@ def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
     """The cross-entropy of each run in percent over the least at its time on any straight line between two of these
     dense models, ReLU or SiLU."""
     at_time = np.full(len(runs), np.nan)
-    points = dense.sort_values("time")[["time", "validation_cross_entropy"]].to_numpy("float64")
-    for ends in itertools.combinations(points, 2):
-        at_time = np.fmin(at_time, np.interp(runs["time"], *np.transpose(ends), left=np.nan, right=np.nan))
+    line = dense.sort_values("time")[["time", "validation_cross_entropy"]].astype("float64")
+    for ends in itertools.combinations(range(len(line)), 2):
+        times, losses = line.iloc[list(ends)].to_numpy().T
+        at_time = np.fmin(at_time, np.interp(runs["time"], times, losses, left=np.nan, right=np.nan))
     return (runs["validation_cross_entropy"].to_numpy() / at_time - 1) * 100
 
 

@@ -150,7 +150,9 @@ class Trainer:
         if first:
             records = metrics.read_metrics(self.folder)
             gpus = self.group.count if self.group.device.type == "cuda" else 0
-            write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
+            rows, loss = self.folder / ROWS, records[-1]["validation_cross_entropy"]
+            write_rows(rows, metrics.training_rows(self.config, records, self.group.device, gpus))
+            log.info("%s: held-out cross-entropy %.3f, rows in %s", options.item, loss, rows)
 
     def advance(self) -> metrics.Record | None:
         """Make the next step. At logged steps, return its record, which is then in metrics.jsonl as well."""
