@@ -188,8 +188,9 @@ def _tokens(results: Results, runs: pd.DataFrame) -> str:
 
 
 def _layer_choice(names: pd.Series) -> alt.Parameter:
-    numbers = {int(name.split()[1]) for name in names}
-    return choice("layer", layer_names(list(numbers))[1:])
+    """The layers of these names; first the one in the middle, since the outer ones are often unlike the others."""
+    _, *layers = layer_names([int(name.split()[1]) for name in names])
+    return choice("layer", layers, layers[len(layers) // 2])
 
 
 # --- in training ------------------------------------------------------------------------------------------------------
