@@ -102,10 +102,10 @@ class Tolerance(NamedTuple):
 
 LOSSES = ("cross_entropy", "validation_cross_entropy")
 # For values on the same device with other versions; with the same ones, on a CPU, they must be equal to the last digit.
-# Another kind of processor sums in another order, and training
-# amplifies the difference: there ELSEWHERE times as much is allowed. (Measured on one CPU with its AVX2 instructions
-# and without: the loss of a demo training agrees to six digits at first, differs by 0.04% at step 25, and the final
-# ones of two trainings by 0.2% and 0.5%, non-zeros of single layers by up to 22%.)
+# Another kind of processor sums in another order, and training amplifies the difference: there ELSEWHERE times as much
+# is allowed. (Measured on one CPU with its AVX2 instructions and without: the loss of a demo training agrees to six
+# digits at first, differs by 0.04% at step 25, and the final ones of two trainings by 0.2% and 0.5%, non-zeros of
+# single layers by up to 22%.)
 ELSEWHERE = 3
 TOLERANCES: dict[str, Tolerance] = {
     "cross_entropy": Tolerance(relative=0.01),

@@ -417,8 +417,8 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
     hours = sum(cost.all_hours for cost in models)
     disk = sum(cost.runs * cost.checkpoint_bytes for cost in models)
     disk += sum({cost.tokens for cost in models}) * TOKEN_BYTES
-    gpus = request.cluster.resources("train").nodes * request.cluster.resources("train").gpus
-    each = f" (GPUs of each: {gpus}; at once: {request.cluster.parallel})" if trainings and gpus else ""
+    need = request.cluster.resources("train")
+    each = f" (GPUs of each: {need.nodes * need.gpus})" if trainings and need.gpus else ""
     say(
         f"# Nothing was submitted. {len(items)} items{jobs}, {len(trainings)} of them trainings{each}: "
         f"about {hours:,.1f} GPU hours (one H200), {disk / 1e9:,.1f} GB of checkpoints and token files"

@@ -312,7 +312,7 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     assert "JOB_3: build, after afterok:JOB_0:JOB_1:JOB_2" in text
     assert "# task 5: python -m experiments.train model=smoke sparsity.l1=1e-2 training.seed=1" in text
     assert said[-1].startswith(
-        "# Nothing was submitted. 14 items in 4 jobs of SLURM, 6 of them trainings (GPUs of each: 1; at once: 16): "
+        "# Nothing was submitted. 14 items in 4 jobs of SLURM, 6 of them trainings (GPUs of each: 1): "
     )
     assert list(tmp_path.iterdir()) == []
     said.clear()
@@ -327,7 +327,7 @@ def test_a_dry_run_ends_with_what_the_study_costs():
     hours, tokens = sum(cost.all_hours for cost in models), sum({cost.tokens for cost in models})
     disk = (sum(cost.runs * cost.checkpoint_bytes for cost in models) + 2 * tokens) / 1e9
     costs = f"about {hours:,.1f} GPU hours (one H200), {disk:,.1f} GB of"
-    assert f"20 of them trainings (GPUs of each: 8; at once: 16): {costs}" in said[-1]
+    assert f"20 of them trainings (GPUs of each: 8): {costs}" in said[-1]
     assert "\n".join(said).count("#!/bin/bash") == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import altair as alt
 import numpy as np
@@ -187,7 +187,7 @@ def _tokens(results: Results, runs: pd.DataFrame) -> str:
     return " or ".join(f"{count:,}" for count in sorted(set(counts)))
 
 
-def _layer_choice(names: pd.Series) -> alt.Parameter:
+def _layer_choice(names: Iterable[str]) -> alt.Parameter:
     """The layers of these names; first the one in the middle, since the outer ones are often unlike the others."""
     _, *layers = layer_names([int(name.split()[1]) for name in names])
     return choice("layer", layers, layers[len(layers) // 2])
@@ -243,7 +243,7 @@ def drift(results: Results, runs: pd.DataFrame) -> Sketch:
         )
         .add_params(zoom("drift_zoom"))
     )
-    layers = _layer_choice(pd.Series([one["layer"] for one in followed]))
+    layers = _layer_choice(one["layer"] for one in followed)
     chart = alt.hconcat(left, right).resolve_scale(color="independent")
     chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
     shown = f"Left: up to {FOLLOWED} neurons of a layer, evenly spaced by rank; black: fires for none of the tokens."

@@ -95,9 +95,9 @@ def unions(results: Results) -> Sketch:
 @dataclass(frozen=True)
 class _Model:
     """One model at one L1 value: its layers' non-zeros (mean over seeds with its range, and the maximum over tokens,
-    mean over seeds), and their contributions to the speedup with the fastest plan,
-    `parts` (dense layers, where those are faster, as a tuned model has them), and with the paper's in every layer,
-    `papers_parts` (may be empty; the latter also where the paper's method is fastest)."""
+    mean over seeds), and their contributions to the speedup with the fastest plan, `parts` (dense layers, where those
+    are faster, as a tuned model has them), and with the paper's in every layer, `papers_parts` (may be empty; the
+    latter also where the paper's method is fastest)."""
 
     name: str
     l1: float

@@ -169,8 +169,8 @@ class Backend:
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
     kernels(request, screened) -> the kernels of forwards without statistics, of any number of tokens, and of screened
-        neurons: by a key, a call that
-        compiles and loads it, in any thread. Omitted where calls do not wait for a compiler of their own.
+        neurons: by a key, a call that compiles and loads it, in any thread. Omitted where calls do not wait for a
+        compiler of their own.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
         are then computed by dense products, without calling `backward`. Omitted if the backward is exact at any
         capacity.
