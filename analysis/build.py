@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build what the arguments name; print the paths, and return the exit code."""
+    """Build what the arguments name; and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
@@ -57,13 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", NotMade)
-            written = (
-                publish.build(options["source"].split(","), options["out"]) if options else publish.build_committed()
-            )
+            publish.build(options["source"].split(","), options["out"]) if options else publish.build_committed()
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(*written, sep="\n")
     for line in dict.fromkeys(str(warning.message) for warning in caught):
         print(line, file=sys.stderr)
     return 1 if any(issubclass(warning.category, NotMade) for warning in caught) else 0

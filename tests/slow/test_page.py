@@ -229,12 +229,11 @@ def test_command_line(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch, capsys):
+def test_command_line_takes_several_sources(monkeypatch):
     called = []
-    monkeypatch.setattr(publish, "build", lambda *arguments: called.append(arguments) or ["b/index.html"])
+    monkeypatch.setattr(publish, "build", lambda *arguments: called.append(arguments))
     assert program.main(["out=b", "source=runs/demo,runs/second"]) == 0
     assert called == [(["runs/demo", "runs/second"], "b")]
-    assert capsys.readouterr().out == "b/index.html\n"
 
 
 GPU = Study(
