@@ -152,17 +152,16 @@ def _mean(metric: str, scores: Mapping[str, TaskScore], absent: Mapping[str, str
     if missing := [name for name in TASKS if name not in scores]:
         reason = next(iter(absent.values())) if absent and not scores else f"not scored: {', '.join(missing)}"
         return {"missing": reason}
-    pairs = [_counted(metric, result) for result in scores.values()]
+    # Normalised where asked for and defined.
+    pairs = [
+        (result.accuracy, result.accuracy_error)
+        if metric == "accuracy" or result.accuracy_norm is None
+        else (result.accuracy_norm, result.accuracy_norm_error or 0.0)
+        for result in scores.values()
+    ]
     value = sum(share for share, _ in pairs) / len(pairs)
     error = math.sqrt(sum(error**2 for _, error in pairs)) / len(pairs)
     return {"value": value, "low": value - error, "high": value + error, "n": sum(s.items for s in scores.values())}
-
-
-def _counted(metric: str, result: TaskScore) -> tuple[float, float]:
-    """What a task contributes to the mean: (accuracy, standard error), normalised where asked for and defined."""
-    if metric == "accuracy" or result.accuracy_norm is None:
-        return result.accuracy, result.accuracy_error
-    return result.accuracy_norm, result.accuracy_norm_error or 0.0
 
 
 def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> None:

@@ -105,10 +105,10 @@ def gather(
 
 
 def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
-    """Rows of every layer, and their mean over layers (layer empty)."""
+    """Rows of every layer, and their mean over layers (layer empty); of dead neurons, for every window size that the
+    text fills (column `tokens`)."""
     rows = []
     for index, layer in enumerate(gatherer.layers):
-        hot_share = layer.hot_share()
         p50, p99 = layer.quantiles((0.5, 0.99))
         values = {
             "nonzeros": layer.mean(),
@@ -116,29 +116,21 @@ def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
             "nonzeros_p99": p99,
             "nonzeros_max": layer.maximum(),
             "silent_fraction": layer.silent_fraction(),
-            "hot_share": hot_share,
+            "hot_share": layer.hot_share(),
         }
         for metric, value in values.items():
             missing = {"missing": "no neuron fired"} if value is None else {"value": value}
             rows.append(
                 make_row(layer=index, metric=metric, mean_nnz=layer.mean(), check_error=error, **missing, **columns)
             )
-    rows += _dead_rows(gatherer, columns)
+    for counters in zip(*(layer.dead for layer in gatherer.layers), strict=True):
+        if counters[0].windows:
+            fractions = [counter.fraction() for counter in counters]
+            shared = {**columns, "metric": "dead_fraction", "tokens": counters[0].window, "n": counters[0].windows}
+            rows += [make_row(**shared, layer=index, value=value) for index, value in enumerate(fractions)]
+            rows.append(make_row(**shared, value=sum(fractions) / len(fractions)))
     mean = sum(layer.mean() for layer in gatherer.layers) / len(gatherer.layers)
     return [*rows, make_row(metric="nonzeros", value=mean, mean_nnz=mean, check_error=error, **columns)]
-
-
-def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> Rows:
-    """Rows for every window size that the text fills (column `tokens`): each layer, and their mean."""
-    rows = []
-    for counters in zip(*(layer.dead for layer in gatherer.layers), strict=True):
-        if not counters[0].windows:
-            continue
-        fractions = [counter.fraction() for counter in counters]
-        shared = {**columns, "metric": "dead_fraction", "tokens": counters[0].window, "n": counters[0].windows}
-        rows += [make_row(**shared, layer=layer, value=value) for layer, value in enumerate(fractions)]
-        rows.append(make_row(**shared, value=sum(fractions) / len(fractions)))
-    return rows
 
 
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:

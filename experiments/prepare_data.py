@@ -39,7 +39,10 @@ def main(config: TrainConfig) -> None:
     start = time.perf_counter()
     note = _read_note(config)
     sources = open_sources(config.data)
-    text, options = " and ".join(source.name for source in sources if source is not None), _options(config)
+    text = " and ".join(source.name for source in sources if source is not None)
+    # What was asked for: all that the tokens depend on, but for the text itself.
+    options = {key: value for key, value in to_dict(config.data).items() if f"data.{key}" not in WITHOUT_EFFECT}
+    options["vocab_size"] = config.model.vocab_size
     made_before = note if note.get("options") == options else {}
     _check_same(config, made_before, "source", source_key(config.data, sources), text)
     tokenizer, tokens = prepare_text(config.data, config.model.vocab_size)
@@ -59,12 +62,6 @@ def main(config: TrainConfig) -> None:
     origin = {"source": tokens.source, "text": text, "options": options}
     content = {"key": tokens.key, "vocabulary": len(tokenizer), **sizes, **origin}
     write_json(config.run.folder / TEXT, content, "note of the text")
-
-
-def _options(config: TrainConfig) -> dict[str, Any]:
-    """What was asked for: all that the tokens depend on, but for the text itself."""
-    data = {key: value for key, value in to_dict(config.data).items() if f"data.{key}" not in WITHOUT_EFFECT}
-    return {**data, "vocab_size": config.model.vocab_size}
 
 
 def _read_note(config: TrainConfig) -> dict[str, Any]:

@@ -387,9 +387,10 @@ def _candidate(
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
-    call, inputs, held = (
-        _forward(run, operands) if dy_MK is None else _forward_backward(run, operands, dy_MK, l1, blocks)
-    )
+    timed = _Timed(lambda: run(*operands), [t for t in operands if t is not None])
+    if dy_MK is not None:
+        timed = _forward_backward(run, operands, dy_MK, l1, blocks)
+    call, inputs, held = timed
     counts = form.counts()._asdict()
     return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **counts)
 
@@ -400,10 +401,6 @@ class _Timed(NamedTuple):
     call: Callable[[], object]
     inputs: Sequence[Tensor]
     held: Callable[[], Measurement] | None = None
-
-
-def _forward(run: Function, operands: Sequence[Tensor | None]) -> _Timed:
-    return _Timed(lambda: run(*operands), [t for t in operands if t is not None])
 
 
 def _forward_backward(

@@ -217,10 +217,13 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
     """
     found: list[Candidate | Absent] = []
     inference = name in INFERENCE_STEPS
+    x, (intermediate, hidden), gated = problem.x, problem.w_up.shape, problem.w_gate is not None
+    block: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "gated": gated, "training": False}
     for backend in backends:
         if backend not in (INFERENCE if inference else TRAINING):
             continue
-        if reason := _obstacle(backend, problem):
+        reason = unavailable(backend, x.device) or why_not(backend, device=x.device, dtype=x.dtype, **block)
+        if reason:
             found.append(Absent(backend, "twell" if inference else "hybrid", reason))
             continue
         step = INFERENCE_STEPS[name](INFERENCE[backend](), problem) if inference else TRAINING_STEPS[name](problem)
@@ -228,22 +231,9 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
         allowed = plain_error = 0.0  # of a change of format, which must be exact
         if step.dense is not None:
             plain_error = relative_error(step.dense(), exact)
-            allowed = tolerance(plain_error, problem.x.dtype)
+            allowed = tolerance(plain_error, x.dtype)
             if not any(isinstance(other, Candidate) for other in found):
                 found.append(Candidate("dense_eager", "dense", step.dense, plain_error))
         error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
         found.append(Candidate(backend, step.plan, step.run, error))
     return found
-
-
-def _obstacle(backend: str, problem: Problem) -> str:
-    """Why this backend cannot take this problem; empty if it can."""
-    x = problem.x
-    if reason := unavailable(backend, x.device):
-        return reason
-    intermediate, hidden = problem.w_up.shape
-    gated = problem.w_gate is not None
-    sizes = why_not(
-        backend, device=x.device, dtype=x.dtype, hidden=hidden, intermediate=intermediate, gated=gated, training=False
-    )
-    return sizes or ""

@@ -190,13 +190,18 @@ class TrainingStep:
         return sum(nonzeros) / len(nonzeros)
 
     def prepare(self, form: Form, tokens_BS: Tensor) -> None:
-        """Give the blocks enough capacity for these tokens, and let AUTO choose, as a training does. Call this before
-        `run` on them: with too little capacity, gradients and then weights may be NaN."""
+        """Give the blocks enough capacity for these tokens, and let AUTO choose, as a training does that meets the
+        model at this step. Call this before `run` on them: with too little capacity, gradients and then weights may be
+        NaN."""
         if not self.sparse:
             return
         nonzeros = self._nonzeros(tokens_BS)
         if form.backend == AUTO:
-            self._choose(form, tokens_BS)
+            backend, reason = self._sparse_backend()
+            if backend is None:
+                raise BackendUnavailable(reason)
+            self._set("dense", keep_stats=bool(form.l1))
+            self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
         needed = [capacity_for(n, len(block.up_proj.weight)) for block, n in zip(self.blocks, nonzeros, strict=True)]
         self._capacities = [max(pair) for pair in zip(self._capacities, needed, strict=True)]
         self._by_layer = [
@@ -222,14 +227,6 @@ class TrainingStep:
         intermediate, hidden = self.blocks[0].up_proj.weight.shape
         gated = self.blocks[0].gate_proj is not None
         return sparse_backend(self._device, self._dtype, hidden, intermediate, gated)
-
-    def _choose(self, form: Form, tokens_BS: Tensor) -> None:
-        """Choose as a training does that meets the model at this step."""
-        backend, reason = self._sparse_backend()
-        if backend is None:
-            raise BackendUnavailable(reason)
-        self._set("dense", keep_stats=bool(form.l1))
-        self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
 
     @torch.no_grad()
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:

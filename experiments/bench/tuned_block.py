@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,17 +64,14 @@ class TunedBlock:
         backend = block.plan.backend_for(len(problem.x))
         if not in_graph:
             return Form(backend, BY_LAYER, module)
+        plan = Plan(backend, block.plan.hot)
         return Form(
             backend,
             BY_LAYER,
             module,
             prepare=lambda p: problem_of(block, p.x),
-            run=partial(_call, Plan(backend, block.plan.hot)),
+            run=lambda x, gate, up, down: (sparse_ffn(x, gate, up, down, plan=plan), None),
         )
-
-
-def _call(plan: Plan, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, None]:
-    return sparse_ffn(x, w_gate, w_up, w_down, plan=plan), None
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -172,14 +172,14 @@ class TokenStream:
 
     def samples(self, first: int, count: int) -> Tensor:
         """Samples first .. first + count - 1: int64 [count, sequence_length + 1], on the CPU."""
-        chosen = [self._window(index) for index in range(first, first + count)]
+        chosen = []
+        for sample in range(first, first + count):
+            epoch, place = divmod(sample, self.windows)
+            if epoch != self._epoch:
+                generator = numpy.random.default_rng([self._seed, epoch])
+                self._epoch, self._order = epoch, generator.permutation(self.windows)
+            chosen.append(int(self._order[place]))
         return windows(self._tokens, chosen, self._length, self._vocab_size)
-
-    def _window(self, sample: int) -> int:
-        epoch, place = divmod(sample, self.windows)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, numpy.random.default_rng([self._seed, epoch]).permutation(self.windows)
-        return int(self._order[place])
 
 
 def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, vocab_size: int | None = None) -> Tensor:

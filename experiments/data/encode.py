@@ -51,16 +51,13 @@ class Encoder:
         new = sorted({chunk for chunks in chunked for chunk in chunks}.difference(self._cache))
         self._cache.update(zip(new, self._encode_directly(new), strict=True))
         encoded = [b"".join(map(self._cache.__getitem__, chunks)) for chunks in chunked]
-        self._forget(new)
-        return encoded
-
-    def _forget(self, new: list[str]) -> None:
-        """Bound the memory: drop long chunks at once, and everything if there is too much."""
+        # Bound the memory: drop long chunks at once, and everything if there is too much.
         for chunk in new:
             if len(chunk) > _CACHED_CHARACTERS:
                 del self._cache[chunk]
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.clear()
+        return encoded
 
     def _encode_directly(self, texts: list[str]) -> list[bytes]:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)

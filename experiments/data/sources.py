@@ -301,7 +301,13 @@ def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) ->
     """The commit that the cache notes for a data set, or, where it has none, what the hub says, which it then notes."""
     note = _note_of_commit(name, revision, cache_dir) if cache_dir is not None else None
     if note is not None and note.is_file():
-        commit = _read_note(note)
+        anew = "delete it: the hub is asked anew"
+        try:
+            commit = json.loads(note.read_text(encoding="utf8"))["commit"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{note} cannot be read ({in_one_line(error)}); {anew}") from error
+        if not isinstance(commit, str) or not commit:
+            raise DataError(f"{note} is damaged: its commit is {commit!r}; {anew}")
         if ask:
             log.info("hf:%s: commit %s, noted in %s; for the newest, delete that file", name, commit, note)
         return commit
@@ -318,16 +324,6 @@ def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) ->
 def _note_of_commit(name: str, revision: str, cache_dir: str) -> Path:
     readable = re.sub(r"[^\w.-]+", "--", name)[-80:]
     return Path(cache_dir) / "commits" / f"{readable}-{sha256_json([name, revision])[:12]}.json"
-
-
-def _read_note(path: Path) -> str:
-    try:
-        commit = json.loads(path.read_text(encoding="utf8"))["commit"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({in_one_line(error)}); delete it: the hub is asked anew") from error
-    if not isinstance(commit, str) or not commit:
-        raise DataError(f"{path} is damaged: its commit is {commit!r}; delete it: the hub is asked anew")
-    return commit
 
 
 def _ask_hub(name: str, revision: str) -> str:

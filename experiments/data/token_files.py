@@ -71,7 +71,14 @@ def open_token_folder(path: Path, checked: Collection[str] = SPLITS) -> TokenFol
     are_counts = all(isinstance(count, int) and count >= 0 for count in counts) and any(counts)
     if header.dtype not in DTYPES or not are_counts or header.tokens.keys() != set(SPLITS):
         raise DataError(f"{path / HEADER} is damaged: it lacks fields or has wrong values; {advice}")
-    splits = {split: _map(path, split, header, advice) for split in SPLITS}
+    dtype, splits = numpy.dtype(header.dtype).newbyteorder("<"), {}
+    for split in SPLITS:
+        file, count = path / f"{split}.bin", header.tokens[split]
+        wanted, size = count * dtype.itemsize, file.stat().st_size if file.is_file() else None
+        if size != wanted:
+            state = "is missing" if size is None else f"has {size} bytes, wanted {wanted} ({count} tokens)"
+            raise DataError(f"{file} {state}; {advice}")
+        splits[split] = numpy.memmap(file, dtype=dtype, mode="r") if size else numpy.empty(0, dtype)
     if checked:
         try:
             check_checksums(path / CHECKSUMS, [HEADER, *(f"{split}.bin" for split in checked)])
@@ -86,17 +93,6 @@ def source_of_tokens(path: Path) -> str | None:
         return str(json.loads((path / HEADER).read_text())["source"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _map(path: Path, split: str, header: Header, advice: str) -> numpy.ndarray:
-    file = path / f"{split}.bin"
-    dtype = numpy.dtype(header.dtype).newbyteorder("<")
-    wanted = header.tokens[split] * dtype.itemsize
-    size = file.stat().st_size if file.is_file() else None
-    if size != wanted:
-        state = "is missing" if size is None else f"has {size} bytes, wanted {wanted} ({header.tokens[split]} tokens)"
-        raise DataError(f"{file} {state}; {advice}")
-    return numpy.memmap(file, dtype=dtype, mode="r") if size else numpy.empty(0, dtype)
 
 
 def write_token_folder(

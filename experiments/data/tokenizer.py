@@ -117,26 +117,18 @@ def _cached_bpe(
     share = 0.0 if config.validation else config.validation_share
     key = sha256_json([_BPE_FORMAT, source.key, vocab_size, config.tokenizer_sample_mb, share])[:32]
     path = Path(config.cache_dir) / "tokenizers" / f"{key}.json"
+    checksums = path.with_name(f"{path.name}.sha256")
     if not path.is_file():
         log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
         held_out = HeldOut(share) if validation is not None or not share else hold_out(source, share)
         sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
         content = train_bpe(sample, vocab_size).to_str().encode()
         # First: what is there without its tokenizer is written anew.
-        write_checksums(_checksums(path), {path.name: hashlib.sha256(content).hexdigest()})
+        write_checksums(checksums, {path.name: hashlib.sha256(content).hexdigest()})
         write_atomic(path, content, "tokenizer")
-    return _read_tokenizer(path)
-
-
-def _checksums(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
-
-
-def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A cached tokenizer. Raises `DataError` if it is damaged, or has no checksum."""
     advice = f"delete {path} and start again: it is made anew"
     try:
-        check_checksums(_checksums(path), [path.name])
+        check_checksums(checksums, [path.name])
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{error}; {advice}") from error
     try:

@@ -99,21 +99,18 @@ def check(path: Path, files: Sequence[str] = ()) -> dict[str, Any]:
     """The state of a checkpoint after checking all of its files, or these. Raises `CheckpointError` for damage."""
     state = read_state(path)
     for name in files or state["files"]:
+        file, wanted = path / name, state["files"][name]
         try:
-            _check_file(path / name, state["files"][name])
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            size = file.stat().st_size
+            if size != wanted["bytes"]:
+                raise CheckpointError(f"{file} is truncated: {size} bytes, wanted {wanted['bytes']}")
+            if sha256_file(file) != wanted["sha256"]:
+                raise CheckpointError(f"{file} is damaged: its checksum is not the one in {STATE}")
         except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     return state
-
-
-def _check_file(path: Path, wanted: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    size = path.stat().st_size
-    if size != wanted["bytes"]:
-        raise CheckpointError(f"{path} is truncated: {size} bytes, wanted {wanted['bytes']}")
-    if sha256_file(path) != wanted["sha256"]:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one in {STATE}")
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +45,17 @@ class Gatherer:
         """Run the model's decoder on one batch of tokens (on its device) and count."""
         self.masks.add_tokens(ids_BS)
         self.token_count_V += torch.bincount(ids_BS.flatten(), minlength=len(self.token_count_V)).cpu()
-        with contextlib.ExitStack() as stack:
-            for index, block in enumerate(self.blocks):
-                stack.callback(block.register_forward_hook(self._hook(index, ids_BS)).remove)
-            model.base_model(ids_BS, use_cache=False)
 
-    def _hook(self, index: int, ids_BS: Tensor) -> Callable[[FeedForward, tuple[Tensor, ...], Tensor], None]:
-        def count(block: FeedForward, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+        def count(index: int, block: FeedForward, arguments: tuple[Tensor, ...], _: Tensor) -> None:
             active_BSN = block_activity(block, arguments[0])
             count_BS = self.layers[index].add(active_BSN, ids_BS)
             self.masks.add(index, active_BSN)
             self._differing.add_((count_BS - nonzeros_of(block)).abs().sum())
 
-        return count
+        with contextlib.ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                stack.callback(block.register_forward_hook(functools.partial(count, index)).remove)
+            model.base_model(ids_BS, use_cache=False)
 
     def check(self) -> float:
         """Sum of |difference| between these counts and `FFNStats.nonzeros` of the same forwards, over all non-zeros.

@@ -96,8 +96,11 @@ def processes(device: str = "auto") -> Iterator[Processes]:
     Raises `ConfigError` for a device that is absent.
     """
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    own = _own_device(device)
+    own = device_of(device)
     if own.type == "cuda":
+        own = own if own.index is not None else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if own.index >= (gpus := torch.cuda.device_count()):
+            raise ConfigError(f"a process wants {own}, but it sees {gpus} GPUs: start one for each")
         torch.cuda.set_device(own)
     if count > 1:
         backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
@@ -115,12 +118,3 @@ def processes(device: str = "auto") -> Iterator[Processes]:
         logging.disable(logging.NOTSET)
         if count > 1 and together:
             dist.destroy_process_group()
-
-
-def _own_device(name: str) -> torch.device:
-    device = device_of(name)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise ConfigError(f"a process wants {device}, but it sees {torch.cuda.device_count()} GPUs: start one for each")
-    return device

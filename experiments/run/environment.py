@@ -60,17 +60,13 @@ def device_name(device: torch.device | str) -> str:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.is_file() else ""
     about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     name = about.get("model name") or platform.processor() or platform.machine()
-    if re.search(r"\d", name) or not {"model", "stepping"} <= set(about):
-        return name
-    return f"{name} (model {about['model']}, stepping {about['stepping']})"
+    if not re.search(r"\d", name) and {"model", "stepping"} <= set(about):
+        name = f"{name} (model {about['model']}, stepping {about['stepping']})"
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def package_versions() -> dict[str, str]:

@@ -70,19 +70,13 @@ def results_folder(config: Any, program: str) -> Iterator[Path]:
             was, is_ = (", ".join(f"{name}={values[name]}" for name in changed) for values in (there, here))
             raise ConfigError(f"{folder} holds results of a model with {was}, not {is_}: choose another run.item")
     with made_folder(folder, "results"):
-        _keep_replaced(folder, earlier, now)
+        if changed := [name for name in now if name in earlier and name != "run" and earlier[name] != now[name]]:
+            with storage_errors(folder / REPLACED, "result rows"):
+                shutil.copy2(folder / "rows.csv", folder / REPLACED)
+            shown = [{name: str(options[name]).replace("'", "") for name in changed} for options in (earlier, now)]
+            what = ", ".join(f"{name}: {shown[0][name]} there, {shown[1][name]} here" for name in changed)
+            log.warning("%s holds results of other options (%s): they are kept as %s", folder, what, REPLACED)
         yield folder
-
-
-def _keep_replaced(folder: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [name for name in now if name in earlier and name != "run" and earlier[name] != now[name]]
-    if not changed:
-        return
-    with storage_errors(folder / REPLACED, "result rows"):
-        shutil.copy2(folder / "rows.csv", folder / REPLACED)
-    shown = [{name: str(options[name]).replace("'", "") for name in changed} for options in (earlier, now)]
-    what = ", ".join(f"{name}: {shown[0][name]} there, {shown[1][name]} here" for name in changed)
-    log.warning("%s holds results of other options (%s): they are kept as %s", folder, what, REPLACED)
 
 
 def _options_of(folder: Path) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def make_row(*, device: Any = "cpu", **fields: Any) -> dict[str, Any]:
     metric = fields.get("metric")
     if metric not in METRICS:
         raise ValueError(f"unknown metric {metric!r}; the metrics are {list(METRICS)}")
-    filled = {"unit": METRICS[metric].unit, "date": _now(), **row_environment(device)}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    filled = {"unit": METRICS[metric].unit, "date": date, **row_environment(device)}
     row = {name: _plain(name, {**filled, **fields}.get(name)) for name in NAMES}
     if (row["value"] is None) == (not row["missing"]):
         raise ValueError(f"a row has either a value or a reason in 'missing', got {row['value']!r}, {row['missing']!r}")
@@ -50,10 +51,6 @@ def _plain(name: str, value: Any) -> Any:
     if kind == "float" and not math.isfinite(value):
         raise ValueError(f"column {name} must be finite, got {value}; what could not be measured is left out")
     return float(value) if kind == "float" else value
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:

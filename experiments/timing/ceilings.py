@@ -97,19 +97,15 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
 def _ways(op: str, shape: Shape, tokens: int | None) -> Iterator[Ceiling]:
     match op:
         case "ceiling_copy":
-            yield _copy(shape.device)
+            source = torch.ones(COPY_BYTES[shape.device.type], dtype=torch.uint8, device=shape.device)
+            target = torch.empty_like(source)
+            yield Ceiling("torch", lambda: target.copy_(source), 2 * source.nbytes / GIGA)
         case "ceiling_matmul" if tokens is not None:
             yield _product(shape, tokens)
         case "ceiling_gather":
             yield from _gathers(shape)
         case _:
             raise ValueError(f"ceilings are {', '.join(CEILINGS)}, got {op!r}")
-
-
-def _copy(device: torch.device) -> Ceiling:
-    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return Ceiling("torch", lambda: target.copy_(source), 2 * source.nbytes / GIGA)
 
 
 def _product(shape: Shape, tokens: int) -> Ceiling:
@@ -138,20 +134,16 @@ def _gathers(shape: Shape) -> Iterator[Ceiling]:
     picks = torch.randint(rows, (sums, ROWS_PER_SUM), generator=generator, device=shape.device, dtype=torch.int32)
     amount = picks.numel() * row_bytes / GIGA
     if shape.device.type == "cuda" and importlib.util.find_spec("triton"):
-        yield from _triton_gathers(table, picks, amount)
+        from experiments.timing.row_reads import exact_sums, sum_rows
+
+        exact = exact_sums(table, picks)
+        for warps, at_once in GATHER_FORMS:
+            call = functools.partial(sum_rows, table, picks, warps=warps, at_once=at_once)
+            name = f"triton, {warps} warps, {at_once} rows at once"
+            error = check(name, float((call() != exact).double().mean()), 0.0)
+            yield Ceiling(name, call, amount, error)
     else:
         yield _embedding_gather(table, picks, amount)
-
-
-def _triton_gathers(table: Tensor, picks: Tensor, amount: float) -> Iterator[Ceiling]:
-    from experiments.timing.row_reads import exact_sums, sum_rows
-
-    exact = exact_sums(table, picks)
-    for warps, at_once in GATHER_FORMS:
-        call = functools.partial(sum_rows, table, picks, warps=warps, at_once=at_once)
-        name = f"triton, {warps} warps, {at_once} rows at once"
-        error = check(name, float((call() != exact).double().mean()), 0.0)
-        yield Ceiling(name, call, amount, error)
 
 
 def _embedding_gather(table: Tensor, picks: Tensor, amount: float) -> Ceiling:

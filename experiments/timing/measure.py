@@ -16,7 +16,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,17 +239,12 @@ def _loop_cuda(call: Call, seconds: float, device: torch.device) -> list[float]:
             run()
             last = _recorded_event()
             queue.append((start, last))
-            if len(queue) > _calls_ahead(durations):
+            # By the duration of the last call that ended: how many to keep behind the one that runs.
+            ahead = QUEUED_MILLISECONDS / max(durations[-1], 1e-3) if durations else 1
+            if len(queue) > max(1, int(min(QUEUED_CALLS, ahead))):
                 durations.append(_duration(*queue.popleft()))
         durations += [_duration(*events) for events in queue]
     return durations[1:]
-
-
-def _calls_ahead(durations: Sequence[float]) -> int:
-    """Calls to keep in the queue behind the one that runs, by the duration of the last one that ended."""
-    if not durations:
-        return 1
-    return max(1, int(min(QUEUED_CALLS, QUEUED_MILLISECONDS / max(durations[-1], 1e-3))))
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -291,23 +286,18 @@ def device_time(call: Call, device: torch.device) -> Measurement:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)
-    on_device = [
-        event.time_range
+    spans = [
+        (event.time_range.start, event.time_range.end)
         for event in profile.events()
         if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
     ]
-    if not on_device:
+    if not spans:
         return missing("CUDA's profiler saw no kernel")
-    return Measurement(_busy((span.start, span.end) for span in on_device) / 1e3, n=1)
-
-
-def _busy(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that these spans cover, in microseconds, and the pauses of up to PAUSE between them."""
-    busy, until = 0.0, -math.inf
+    busy, until = 0.0, -math.inf  # microseconds
     for start, end in sorted(spans):
         busy += max(0.0, end - (until if start - until <= PAUSE else start))
         until = max(until, end)
-    return busy
+    return Measurement(busy / 1e3, n=1)
 
 
 def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Measurement:

@@ -50,17 +50,14 @@ def energy_meter(device: torch.device) -> NvmlMeter | Unavailable:
         return Unavailable(f"no energy counter for a {device.type} device (NVML measures NVIDIA GPUs)")
     try:
         pynvml.nvmlInit()
-        meter = NvmlMeter(_handle(device))
+        # By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        meter = NvmlMeter(pynvml.nvmlDeviceGetHandleByUUID(name))
         meter.millijoules()
     except pynvml.NVMLError as error:
         return Unavailable(f"NVML: {error}")
     return meter
-
-
-def _handle(device: torch.device) -> object:
-    # By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
 
 
 def power_state(meter: EnergyMeter | Unavailable) -> str:

@@ -45,17 +45,13 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
     )
     for position, (name, value) in enumerate(columns.items()):
         new.insert(position, name, value)
-    buffer = io.BytesIO()
-    pandas.concat([_read(run_dir), new], ignore_index=True).to_parquet(buffer, index=False, compression="zstd")
-    write_atomic(run_dir / FILE, buffer.getvalue(), "firing rates")
-
-
-def _read(run_dir: Path) -> pandas.DataFrame | None:
-    path = run_dir / FILE
-    if not path.is_file():
-        return None
-    try:
-        with storage_errors(path, "firing rates"):
-            return pandas.read_parquet(path)
-    except (ArrowInvalid, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}; the same command restores it from the last checkpoint") from error
+    path, parts, buffer = run_dir / FILE, [new], io.BytesIO()
+    if path.is_file():
+        try:
+            with storage_errors(path, "firing rates"):
+                parts.insert(0, pandas.read_parquet(path))
+        except (ArrowInvalid, ValueError) as error:
+            restored = "the same command restores it from the last checkpoint"
+            raise DataError(f"{path} is damaged: {error}; {restored}") from error
+    pandas.concat(parts, ignore_index=True).to_parquet(buffer, index=False, compression="zstd")
+    write_atomic(path, buffer.getvalue(), "firing rates")

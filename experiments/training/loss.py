@@ -45,20 +45,16 @@ class LossModel(nn.Module):
         with torch.autocast(tokens_BS.device.type, torch.bfloat16, enabled=self._autocast):
             hidden_BSK = self.model.model(input_ids=inputs_BS, use_cache=False).last_hidden_state
         cross_entropy = self._cross_entropy_of(hidden_BSK, targets_BS)
-        return cross_entropy, self._l1(cross_entropy)
+        terms = [block.stats.l1 for block in feed_forward_blocks(self.model) if block.stats is not None]
+        if not terms:
+            return cross_entropy, torch.zeros_like(cross_entropy)
+        l1 = torch.stack(terms).mean()
+        return cross_entropy, l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
 
     def _cross_entropy(self, hidden_BSK: Tensor, targets_BS: Tensor) -> Tensor:
         with torch.autocast(hidden_BSK.device.type, torch.bfloat16, enabled=self._autocast):
             logits_BSV = self.model.lm_head(hidden_BSK)
         return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
-
-    def _l1(self, like: Tensor) -> Tensor:
-        blocks = feed_forward_blocks(self.model)
-        terms = [block.stats.l1 for block in blocks if block.stats is not None]
-        if not terms:
-            return torch.zeros_like(like)
-        l1 = torch.stack(terms).mean()
-        return l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
 
 
 @torch.no_grad()

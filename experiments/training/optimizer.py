@@ -89,7 +89,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`. Raises `CheckpointError` if they belong to another model or optimizer."""
     names, parameters = _parameter_names(model, optimizer), dict(model.named_parameters())
-    _check_moments(parameters, tensors)
+    # Fused AdamW would read beyond the end of moments that are smaller than their parameter.
+    wanted = {f"{name}/{key}": (p.shape, p.dtype) for name, p in parameters.items() for key in MOMENTS}
+    wanted |= {f"{name}/{STEPS}": (torch.Size(()), torch.float32) for name in parameters}
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if different:
+        raise CheckpointError(f"the optimizer's state is of another model: {', '.join(different[:5])} differ")
     state: dict[int, dict[str, Tensor]] = {}
     for number, name in enumerate(names):
         # Fused AdamW reads a parameter and its moments as flat memory, so they must have one layout.
@@ -100,17 +106,6 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     if hasattr(optimizer, "consolidate_state_dict"):  # sharded
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
             own["step"] = own["step"].to(parameter.device)  # loading leaves it on the host, which fused AdamW rejects
-
-
-def _check_moments(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` unless every parameter's moments have its shape and dtype: fused AdamW would read beyond
-    the end of smaller ones."""
-    wanted = {f"{name}/{key}": (p.shape, p.dtype) for name, p in parameters.items() for key in MOMENTS}
-    wanted |= {f"{name}/{STEPS}": (torch.Size(()), torch.float32) for name in parameters}
-    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    if different:
-        raise CheckpointError(f"the optimizer's state is of another model: {', '.join(different[:5])} differ")
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

@@ -37,8 +37,9 @@ class Progress:
         now = time.monotonic()
         if self._lines and (now >= self._next_line or done == self._total):
             self._next_line = now + _LINE_EVERY_S
-            left = (now - self._started) / max(1, done - self._first) * (self._total - done)
-            log.info("%s: step %d/%d, %s, %s left", self._name, done, self._total, _text(values), _duration(left))
+            seconds = (now - self._started) / max(1, done - self._first) * (self._total - done)
+            left = tqdm.format_interval(seconds)
+            log.info("%s: step %d/%d, %s, %s left", self._name, done, self._total, _text(values), left)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -48,7 +49,3 @@ class Progress:
 
 def _text(values: dict[str, Any]) -> str:
     return "loss {cross_entropy:.3f}, {tokens_per_s:,.0f} tokens/s, {nonzeros:.1f} non-zeros".format(**values)
-
-
-def _duration(seconds: float) -> str:
-    return tqdm.format_interval(seconds)
