@@ -5,6 +5,7 @@ Steps are counted from 0 here: step 0 is the first update.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -102,17 +103,10 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         like = torch.empty_like(parameters[name], device="cpu")
         state[number] = {key: torch.empty_like(like).copy_(tensors[f"{name}/{key}"]) for key in MOMENTS}
         state[number][STEPS] = tensors[f"{name}/{STEPS}"]
-    optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
+    # The groups of a state dict. A sharded optimizer has them only where its state was gathered.
+    numbers = itertools.count()
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     if hasattr(optimizer, "consolidate_state_dict"):  # sharded
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
             own["step"] = own["step"].to(parameter.device)  # loading leaves it on the host, which fused AdamW rejects
-
-
-def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """The groups in the form of a state dict. A sharded optimizer has them only where its state was gathered."""
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        last = first + len(group["params"])
-        groups.append({**group, "params": list(range(first, last))})
-        first = last
-    return groups
