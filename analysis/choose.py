@@ -109,6 +109,12 @@ def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
     return at_full_width(where(frame, activation="relu", gated=True, modification="none"))
 
 
+def sparse_models(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows without the models that are here at L1 = 0 alone, if there are others."""
+    strongest = frame.groupby("model")["l1"].transform("max")
+    return frame[strongest != 0] if (strongest != 0).any() else frame
+
+
 def sweep(rows: pd.DataFrame, *also: str) -> pd.DataFrame:
     """The trainings of the L1 study proper and what was counted of them, with the rows of the operations `also`: of the
     model with the most L1 values, trained alike."""

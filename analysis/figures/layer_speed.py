@@ -177,7 +177,7 @@ def _measured(results: Results, kind: Kind) -> pd.DataFrame:
     data = where(data, plan=tuple(kind.series))
     named = data["pattern"].str.extract(OF_A_LAYER)
     data = data.assign(trained=named["trained"], layer=named["place"].astype("int64"))
-    data = _with_models(data, results.rows)
+    data = choose.sparse_models(_with_models(data, results.rows))
     return data.assign(of=data["model"].where(data["model"] != "", data["trained"]))
 
 

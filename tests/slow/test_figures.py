@@ -364,6 +364,14 @@ def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
     assert labels == ["0.5b", "1b\non Second GPU", "1.5b", "2b"]
 
 
+def test_models_without_l1_are_drawn_if_there_are_no_others(devices):
+    dense = devices.rows[devices.rows["l1"].eq(0)]
+    alone = figures.forward_gains(dataclasses.replace(devices, rows=dense.assign(model="1b")))
+    assert set(alone.data["model"]) == {"1b"}
+    beside = pd.concat([devices.rows, dense.assign(model="1b")], ignore_index=True)
+    assert set(figures.forward_gains(dataclasses.replace(devices, rows=beside)).data["model"]) == {"1.5b"}
+
+
 def test_two_devices_are_needed(devices, drawn):
     both = drawn["paper"][11]
     assert set(both.data["device"]) == {"First GPU", "Second GPU"}
