@@ -140,6 +140,12 @@ def test_of_trainings_of_several_lengths_the_longest_counts(tmp_path):
     pd.testing.assert_frame_equal(whole, report.models(results_of(tmp_path / "longer", longer)))
 
 
+@pytest.mark.parametrize("unknown", ["l1", "tokens_trained"])
+def test_trainings_that_do_not_say_how_long_or_with_which_l1_have_no_table_of_lengths(tmp_path, unknown):
+    trained = row(STUDY, RUN, "training", "train", "validation_cross_entropy", 3.0, **{unknown: None})
+    assert report.lengths(results_of(tmp_path, [trained])).empty
+
+
 def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):
     about = {"tokens": 4096, "mean_nnz": 60.0, "hidden": 64, "intermediate": 128, "pattern": "synthetic"}
     forms = (("dense", "dense_eager", 3.0), ("twell", "hopper", 2.0), ("dense_fp8", "dense_fp8", 1.5))
