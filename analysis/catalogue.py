@@ -179,23 +179,13 @@ def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only
             frame = spec.make(results)
         except DATA_ERRORS as error:
             frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
-        if measured_only:
-            frame = _measured(frame)
-        if _says_something(frame):
+        if measured_only and "source" in frame:
+            # The columns in which we have a value, and the lines that have one in any of them.
+            numbers = frame.select_dtypes("number").columns.difference(["l1", "layers", "seeds"])
+            ours = [name for name in numbers if choose.where(frame, source="ours")[name].notna().any()]
+            kept = frame[ours].notna().any(axis=1)
+            frame = frame.loc[kept].drop(columns=[*numbers.difference(ours), "note"])
+        numbers = frame.select_dtypes("number")
+        if len(frame) and (numbers.shape[1] == 0 or numbers.notna().any(axis=None)):
             tables.append(Table(spec.name, spec.title, spec.caption, frame))
     return tables
-
-
-def _says_something(frame: pd.DataFrame) -> bool:
-    """Whether it has lines, and a value in any of its columns of numbers, if it has such columns."""
-    numbers = frame.select_dtypes("number")
-    return len(frame) > 0 and (numbers.shape[1] == 0 or bool(numbers.notna().any(axis=None)))
-
-
-def _measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """The columns in which we have a value, and the lines that have one in any of them; empty if there is none."""
-    if "source" not in frame:
-        return frame
-    numbers = frame.select_dtypes("number").columns.difference(["l1", "layers", "seeds"])
-    ours = [name for name in numbers if choose.where(frame, source="ours")[name].notna().any()]
-    return frame.loc[frame[ours].notna().any(axis=1)].drop(columns=[*numbers.difference(ours), "note"])

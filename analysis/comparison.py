@@ -177,7 +177,10 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
     keys = [*SAME, "quantity"]
     named = {"number": "measured", "device": "on", "versions": "their_versions"}
     both = committed.merge(here[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="origin")
-    reasons = _reasons(measured)
+    unmeasured = _identified(measured[measured["missing"] != ""])
+    reasons = dict(zip(cells(unmeasured, SAME), unmeasured["missing"], strict=True))
+    # Also without the metric, the last of SAME: a task that was not scored has no accuracy in any form.
+    reasons |= {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]}
     devices = measured.groupby("item")["device"].agg(set).to_dict()
     lines = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
     compared = pd.DataFrame(
@@ -211,14 +214,6 @@ def _identified(rows: pd.DataFrame) -> pd.DataFrame:
     trained, tuned = rows["op"] == "train", rows["op"].str.startswith("ffn_tuned") & (rows["plan"] == "by_layer")
     plan, backend = rows["plan"].mask(trained, ""), rows["backend"].mask(trained | tuned, "")
     return rows.assign(about_nnz=about, plan=plan, backend=backend)
-
-
-def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
-    """Maps what was to be measured to the reason why it has no value; also without its metric, which is the last of
-    SAME: a task that was not scored has no accuracy in any form."""
-    rows = _identified(rows[rows["missing"] != ""])
-    reasons = dict(zip(cells(rows, SAME), rows["missing"], strict=True))
-    return {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]} | reasons
 
 
 def _compared(

@@ -77,15 +77,11 @@ def yes_or_no(column: pd.Series) -> pd.Series:
 def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
     """The floor of each of `rows` in ms, from the highest ceilings of its kind of device among `all_rows`. NaN where a
     ceiling was not measured, for operations that are not in WORK, and for other plans."""
-    rates = {op: _best(all_rows, op) for op in BLOCK}
+    rates = {}
+    for op, names in BLOCK.items():
+        highest = where(all_rows, op=op).groupby(names)["value"].max().dropna()
+        rates[op] = {key if isinstance(key, tuple) else (key,): value for key, value in highest.items()}
     return pd.Series([_floor(row, rates) for _, row in rows.iterrows()], index=rows.index, dtype="float64")
-
-
-def _best(rows: pd.DataFrame, op: str) -> dict[tuple, float]:
-    """The highest measured rate of a ceiling, per second, by the columns that it depends on."""
-    groups = where(rows, op=op).groupby(BLOCK[op])["value"]
-    highest = {key if isinstance(key, tuple) else (key,): value for key, value in groups.max().items()}
-    return {key: value for key, value in highest.items() if not math.isnan(value)}
 
 
 def _floor(row: pd.Series, rates: dict[str, dict[tuple, float]]) -> float:

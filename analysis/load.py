@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.choose import cells
 from analysis.read import (
     KEY,
     NONZEROS,
@@ -248,17 +249,16 @@ def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
 def _check_names(parts: list[_Part]) -> None:
     """Curves, settings and non-zeros of a training are found by study and item, so different trainings must differ in
     them. (The same training in several folders is measured again: the newest counts.)"""
-    known: dict[tuple[str, str], tuple[Path, pd.Series]] = {}
+    known: dict[tuple[str, str], tuple[Path, list[object]]] = {}
     for part in parts:
-        trained = (part.rows["op"] == "train") & part.rows["layer"].isna()
-        for _, run in part.rows.loc[trained, ["study", "item", *TRAINING]].drop_duplicates().iterrows():
-            key = (run["study"], run["item"])
-            folder, first = known.setdefault(key, (part.folder, run))
-            if different := [name for name in TRAINING if not _equal(first[name], run[name])]:
-                what = ", ".join(f"{name} {first[name]} and {run[name]}" for name in different)
+        trained = part.rows[(part.rows["op"] == "train") & part.rows["layer"].isna()]
+        for study, item, *own in dict.fromkeys(cells(trained, ["study", "item", *TRAINING])):
+            folder, first = known.setdefault((study, item), (part.folder, own))
+            pairs = zip(TRAINING, first, own, strict=True)
+            if what := ", ".join(f"{name} {one} and {other}" for name, one, other in pairs if one != other):
                 raise ResultsError(
                     f"{folder} and {part.folder} hold different trainings ({what}) of the same name, "
-                    f"{'/'.join(key)}: train with another run.item, or change the column item in one rows.csv"
+                    f"{study}/{item}: train with another run.item, or change the column item in one rows.csv"
                 )
 
 
@@ -279,10 +279,6 @@ def _check_settings(settings: pd.DataFrame, rows: pd.DataFrame) -> None:
             "figures would take them for seeds of one training. Give one of these models another name (the option "
             "model.name, or the column model of its rows), or build from a folder that has only one of them"
         )
-
-
-def _equal(one: object, other: object) -> bool:
-    return one == other or (pd.isna(one) and pd.isna(other))
 
 
 def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:

@@ -66,18 +66,14 @@ def results_page(results: Results, tables: Sequence[Table]) -> str:
         "",
     ]
     for table in tables:
-        same, varying = _constants(table.frame.drop(columns=NOT_IN_RESULTS, errors="ignore"))
-        lines += [f"## {table.title}", "", f"{table.caption} {same}".rstrip(), "", render.markdown(varying)]
+        frame = table.frame.drop(columns=NOT_IN_RESULTS, errors="ignore")
+        same = [name for name in frame.columns if len(frame) > 1 and frame[name].nunique(dropna=False) == 1]
+        texts = render.texts(frame[same].head(1))
+        shared = "; ".join(f"{heading}: {texts[heading].item()}" for heading in texts.columns)
+        caption = f"{table.caption} All lines: {shared}." if same else table.caption
+        lines += [f"## {table.title}", "", caption, "", render.markdown(frame.drop(columns=same))]
     lines += ["## The models behind these numbers", "", *(f"* {sentence}" for sentence in common(results)), ""]
     return "\n".join(lines)
-
-
-def _constants(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """What all lines have in common, as a sentence, and the columns in which they differ."""
-    same = [name for name in frame.columns if len(frame) > 1 and frame[name].nunique(dropna=False) == 1]
-    texts = render.texts(frame[same].head(1))
-    sentence = "; ".join(f"{heading}: {texts[heading].item()}" for heading in texts.columns)
-    return f"All lines: {sentence}." if same else "", frame.drop(columns=same)
 
 
 def source_page(results: Results, tables: Sequence[Table], figures: Sequence[Drawn]) -> str:

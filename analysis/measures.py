@@ -127,7 +127,9 @@ def task_accuracies(rows: pd.DataFrame, tasks: tuple[str, ...] = TASKS) -> pd.Da
     rows = where(rows, op="evaluate", metric="accuracy", task=tasks)
     rows = rows[rows["value"].notna()]
     rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
-    runs = rows.groupby(RUN).agg(tasks=("task", "nunique"), value=("value", "mean"), square=("square", _sum))
+    runs = rows.groupby(RUN).agg(
+        tasks=("task", "nunique"), value=("value", "mean"), square=("square", lambda values: values.sum(skipna=False))
+    )
     runs = runs[runs["tasks"] == len(tasks)]
     whole = rows.drop_duplicates(RUN)
     whole = whole[pd.MultiIndex.from_frame(whole[RUN]).isin(runs.index)].assign(task="mean")
@@ -153,10 +155,6 @@ def tasks_above_chance(rows: pd.DataFrame) -> tuple[str, ...]:
 
 def _by_run(rows: pd.DataFrame, values: pd.Series) -> list[float]:
     return values.reindex(pd.MultiIndex.from_frame(rows[RUN])).tolist()
-
-
-def _sum(values: pd.Series) -> float:
-    return values.sum(skipna=False)
 
 
 def _accuracy(rows: pd.DataFrame, task: str) -> Measured:

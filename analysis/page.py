@@ -47,6 +47,7 @@ def html_page(
         figures = [of for of in figures if of[0].is_broken or not of[0].is_placeholder]
         checked = [claim for claim in checked if claim.verdict not in (SHORT, UNTESTED)]
     charts = [view for view in (draw(results) for draw in explorer.CHARTS) if isinstance(view, explorer.Chart)]
+    data = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -61,7 +62,7 @@ def html_page(
         tables=tables,
         figures=figures,
         charts=charts,
-        chart_data=_script_data({chart.name: chart.specification for chart in charts}),
+        chart_data=data.replace("<", "\\u003c"),  # "<" could end the script element
         chart_script=explorer.script() if charts else "",
         notes=results.notes,
     )
@@ -80,8 +81,3 @@ def _cells(frame: pd.DataFrame, label: str) -> dict[str, Any]:
         "rows": [(source, list(zip(row, kinds, strict=True))) for source, row in zip(sources, rows, strict=True)],
         "notes": render.notes(frame),
     }
-
-
-def _script_data(content: dict[str, Any]) -> str:
-    """JSON that may stand in a script element: "<" could end it."""
-    return json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")

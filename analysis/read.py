@@ -54,7 +54,17 @@ def read_rows(path: Path) -> pd.DataFrame:
             metric, plan or modification, a unit that is not the metric's, a row with neither a value nor a reason, or
             a duplicate.
     """
-    header, cells = _read_cells(path)
+    text = _text(path)
+    if not text.endswith("\n"):
+        raise ResultsError(f"{path}: half-written: the last line has no line end")
+    try:
+        header, *cells = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+        schema.absent_columns(header)
+    except (ValueError, csv.Error) as error:
+        raise ResultsError(f"{path}: {error}") from None
+    for number, row in enumerate(cells, start=2):
+        if len(row) != len(header):
+            raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
     given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
     empty = ("",) * len(cells)
     rows = pd.DataFrame({column.name: _typed(path, column, given.get(column.name, empty)) for column in schema.COLUMNS})
@@ -84,21 +94,6 @@ def identity(rows: pd.DataFrame) -> pd.DataFrame:
         device=rows["device"].mask(anywhere, ""),
         gpus=rows["gpus"].mask(anywhere),
     )
-
-
-def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:
-    text = _text(path)
-    if not text.endswith("\n"):
-        raise ResultsError(f"{path}: half-written: the last line has no line end")
-    try:
-        header, *cells = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-        schema.absent_columns(header)
-    except (ValueError, csv.Error) as error:
-        raise ResultsError(f"{path}: {error}") from None
-    for number, row in enumerate(cells, start=2):
-        if len(row) != len(header):
-            raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
-    return header, cells
 
 
 def _text(path: Path) -> str:

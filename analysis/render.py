@@ -23,7 +23,9 @@ def signed(value: float, digits: int = 0) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """At most `digits` significant digits, but at least the whole integer part: 2.93, 101, 1,290."""
+    """At most `digits` significant digits, but at least the whole integer part: 2.93, 101, 1,290; "unknown" for NaN."""
+    if math.isnan(value):
+        return "unknown"
     if value != 0 and abs(value) < 1e-4:
         return f"{value:.{digits - 1}e}"
     places = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))

@@ -211,11 +211,11 @@ def trainings_compared(results: Results) -> pd.DataFrame:
 
 def lengths(results: Results) -> pd.DataFrame:
     """Models that were trained for several numbers of tokens: what L1 does with the length of training."""
-    table = summary(results)
+    shown = ["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"]
+    table = summary(results).reindex(columns=["activation", "modification", *shown])
     plain = table[table["activation"].eq("relu") & table["modification"].eq("none")]
     several = plain.groupby(["model", "l1"])["tokens_trained_m"].transform("nunique") > 1
-    own = plain[several].sort_values(["model", "l1", "tokens_trained_m"])
-    return own.reindex(columns=["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"])
+    return plain.loc[several, shown].sort_values(["model", "l1", "tokens_trained_m"])
 
 
 def random_ids(results: Results) -> pd.DataFrame:

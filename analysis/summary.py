@@ -224,7 +224,7 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
         "nonzeros": nonzeros.value,
         "nonzeros_ci95": nonzeros.half_width,
         "nonzeros_seeds": nonzeros.seeds if 0 < nonzeros.seeds < loss.seeds else math.nan,
-        "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
+        "active_pct": nonzeros.value / own["intermediate"].astype("float64").max() * 100,
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
         "forward_ratio": _best_ratio(forward),
         "training_ratio": _best_ratio(training),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -33,7 +33,14 @@ def scales(results: Results) -> pd.DataFrame:
     """Table 1: quality, speed, energy and memory of the dense and the sparse model at every scale."""
     columns = FORWARD_COLUMNS | {"train_tokens_per_ms": "training_throughput", "peak_memory_gb": "training_memory"}
     frame = _compare(results, "table1_scales", ["layers"], columns, _with_baselines)
-    return _with_published_changes(frame, list(columns)[1:])
+    # The paper's sparse rows against its dense row of the same scale; ours are relative to the dense form of their run.
+    printed = where(frame, source="paper", sparse="yes")
+    dense = where(frame, source="paper", sparse="no").set_index("scale")
+    for name in list(columns)[1:]:
+        changes = (printed[name] / printed["scale"].map(dense[name]) - 1) * 100
+        own = frame.get(name + render.CHANGE, math.nan)
+        frame[name + render.CHANGE] = pd.Series(own, index=frame.index, dtype="float64").fillna(changes)
+    return frame
 
 
 def hyperparameters(results: Results) -> pd.DataFrame:
@@ -315,18 +322,6 @@ def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
     return plain + [
         Variant(l1=l1, sparse=True, modification=m) for m in other for l1 in where(found, modification=m)["l1"]
     ]
-
-
-def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Add the change of the paper's sparse rows against its dense row of the same scale. (Ours are relative to the
-    dense form of the same run.)"""
-    printed = where(frame, source="paper", sparse="yes")
-    dense = where(frame, source="paper", sparse="no").set_index("scale")
-    for name in names:
-        changes = (printed[name] / printed["scale"].map(dense[name]) - 1) * 100
-        own = frame.get(name + render.CHANGE, math.nan)
-        frame[name + render.CHANGE] = pd.Series(own, index=frame.index, dtype="float64").fillna(changes)
-    return frame
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,15 @@ def test_different_trainings_of_one_name_are_refused(tmp_path):
         load(zero, one)
 
 
+@pytest.mark.parametrize("name", ["seed", "gated", "l1"])
+def test_a_training_may_lack_what_tells_it_from_others(tmp_path, name):
+    """Rows from elsewhere may not say it; that it is unknown in one of two is a difference."""
+    lacks = single(tmp_path / "lacks", 5.0, "2026-01-01T00:00:00+00:00", **{name: None})
+    assert load(lacks).rows[name].isna().all()
+    with pytest.raises(ResultsError, match=rf"different trainings \({name} None and "):
+        load(lacks, single(tmp_path / "says", 4.0, "2026-01-02T00:00:00+00:00"))
+
+
 def test_same_file_twice_is_no_conflict_but_a_contradiction_is(tmp_path):
     one = single(tmp_path / "one", 5.0, "2026-01-01T00:00:00+00:00")
     shutil.copytree(one, tmp_path / "two")

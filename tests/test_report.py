@@ -140,6 +140,27 @@ def test_of_trainings_of_several_lengths_the_longest_counts(tmp_path):
     pd.testing.assert_frame_equal(whole, report.models(results_of(tmp_path / "longer", longer)))
 
 
+@pytest.mark.parametrize("unknown", ["l1", "tokens_trained"])
+def test_trainings_that_do_not_say_how_long_or_with_which_l1_have_no_table_of_lengths(tmp_path, unknown):
+    trained = row(STUDY, RUN, "training", "train", "validation_cross_entropy", 3.0, **{unknown: None})
+    assert report.lengths(results_of(tmp_path, [trained])).empty
+
+
+@pytest.mark.parametrize("unknown", ["intermediate", "tokens_trained", "tokens_per_parameter"])
+def test_trainings_that_do_not_say_their_size_stand_in_tables(tmp_path, unknown):
+    """At L1 values for which both readings of the paper's would be compared."""
+    about = {"tokens_trained": 1000, "tokens_per_parameter": 2.0, unknown: None}
+    rows = [
+        row(STUDY, Run(f"at_{l1}", l1), f"at_{l1}", "train", metric, value, **about)
+        for l1 in (1e-5, 3e-5, 1e-3, 3e-3)
+        for metric, value in (("validation_cross_entropy", 3.0), ("nonzeros", 20.0))
+    ]
+    tables = {table.name: table.frame for table in catalogue.make(results_of(tmp_path, rows))}
+    assert len(tables["summary"]) == 4
+    factor = tables.get("l1_factor", pd.DataFrame({"trained": []}))
+    assert len(factor["trained"]) == (0 if unknown == "intermediate" else 1)  # it compares shares of the neurons
+
+
 def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):
     about = {"tokens": 4096, "mean_nnz": 60.0, "hidden": 64, "intermediate": 128, "pattern": "synthetic"}
     forms = (("dense", "dense_eager", 3.0), ("twell", "hopper", 2.0), ("dense_fp8", "dense_fp8", 1.5))

@@ -59,7 +59,12 @@ def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gai
     data = data.assign(gain=sign * data["percent"], short=sign * (data["published"] - data["percent"]))
     papers = choose.papers_method(data)
     papers = papers[~papers["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
-    best = _of_the_fastest_plan(choose.against_the_fastest(data), rows)
+    # The plan with the highest throughput, in every metric: a slower one may take less memory.
+    timed = gains(rows, "throughput").assign(metric=metric)
+    speed = dict(zip(plan_keys(timed), timed["percent"], strict=True))
+    best = choose.against_the_fastest(data)
+    best = best.assign(speed=[speed.get(key, math.nan) for key in plan_keys(best)])
+    best = best.sort_values(["speed", "gain"], ascending=False, kind="stable").drop_duplicates(["model", "l1"])
     return _Gains(sign, printed, rows[rows["l1"] != 0], data, best, papers)
 
 
@@ -163,14 +168,6 @@ def _grows(by_size: pd.DataFrame, sign: int) -> bool:
     ends = [sign * by_size[end].fillna(by_size["percent"]) for end in ("percent_low", "percent_high")]
     low, high = ends if sign > 0 else reversed(ends)
     return bool(low.iloc[-1] > high.iloc[0])
-
-
-def _of_the_fastest_plan(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Plan with the highest throughput for each model and L1 value: a slower one may take less memory."""
-    speed = gains(rows, "throughput").assign(metric=data["metric"].iloc[0])
-    known = dict(zip(plan_keys(speed), speed["percent"], strict=True))
-    data = data.assign(speed=[known.get(key, math.nan) for key in plan_keys(data)])
-    return data.sort_values(["speed", "gain"], ascending=False, kind="stable").drop_duplicates(["model", "l1"])
 
 
 def _shortfall(same: pd.DataFrame) -> str:

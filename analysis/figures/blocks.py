@@ -73,7 +73,12 @@ def measured(results: Results) -> pd.DataFrame:
     ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
     ours = ours.assign(published=False, wrong=False)
     if len(ours) and paper.PUBLISHED_KERNELS_ON in ours["device"].iloc[0]:
-        ours = pd.concat([ours, _published(ours)], ignore_index=True)
+        known = paper.published_kernels().rename(columns={"published_ms": "value"}).drop(columns="dense_ms")
+        known = known.assign(gated=known["gated"] == "yes", wrong=known["wrong_pct"] > 0, pattern="synthetic")
+        same = ["op", "gated", "tokens", "hidden", "intermediate"]
+        theirs = known.merge(ours[same].drop_duplicates().astype(known[same].dtypes), on=same)
+        theirs = theirs.assign(published=True, series="published kernels", unit="ms")
+        ours = pd.concat([ours, theirs], ignore_index=True)
     return ours.assign(about=ours["mean_nnz"].map(lambda value: float(f"{value:.2g}")))
 
 
@@ -101,14 +106,6 @@ def _most_measured_call(data: pd.DataFrame) -> dict[str, int]:
     """Operation -> the tokens per call with the most measured numbers of non-zeros (the largest, if several)."""
     counts = data.groupby(["op", "tokens"])["about"].nunique().reset_index().sort_values(["about", "tokens"])
     return dict(zip(counts["op"], counts["tokens"].astype(int), strict=True))
-
-
-def _published(ours: pd.DataFrame) -> pd.DataFrame:
-    known = paper.published_kernels().rename(columns={"published_ms": "value"})
-    known = known.assign(gated=known["gated"] == "yes", wrong=known["wrong_pct"] > 0, pattern="synthetic")
-    same = ["op", "gated", "tokens", "hidden", "intermediate"]
-    shown = known.merge(ours[same].drop_duplicates().astype(known[same].dtypes), on=same)
-    return shown.drop(columns="dense_ms").assign(published=True, series="published kernels", unit="ms")
 
 
 def _panels(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str, str]]:

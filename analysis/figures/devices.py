@@ -33,7 +33,9 @@ def devices(results: Results) -> Sketch:
     if timed.empty:
         wanted = "rows of model_training with a ratio over dense for gated ReLU models"
         raise no_speed(where(results.rows, op="model_training"), wanted, BENCH_TRAINING)
-    one_block, models = _one_block(timed), _whole_models(timed)
+    one_block = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in reversed(blocks.OPS)}
+    one_block = {op: data for op, data in one_block.items() if data["mean_nnz"].nunique() > 1}
+    models = _whole_models(timed)
     series = {(line.device, line.backend) for data in one_block.values() for line in data.itertuples()}
     if not models and ("ffn_training" not in one_block or len(series) < 2):
         names = " and ".join(map(device, sorted(set(timed["device"]))))
@@ -68,13 +70,6 @@ def devices(results: Results) -> Sketch:
     note = f"One block: {', '.join(sizes)} tokens." if sizes else ""
     lacks = "" if models else "a second kind of GPU" if len(kinds) == 1 else "whole models on two devices"
     return Sketch(picture, data, note, lacks)
-
-
-def _one_block(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """For each operation, training first, the gains of each backend in one gated block on synthetic patterns, on every
-    kind of GPU with such rows."""
-    measured = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in reversed(blocks.OPS)}
-    return {op: data for op, data in measured.items() if data["mean_nnz"].nunique() > 1}
 
 
 def _whole_models(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -177,18 +177,14 @@ def _measured(results: Results, kind: Kind) -> pd.DataFrame:
     data = where(data, plan=tuple(kind.series))
     named = data["pattern"].str.extract(OF_A_LAYER)
     data = data.assign(trained=named["trained"], layer=named["place"].astype("int64"))
-    data = choose.sparse_models(_with_models(data, results.rows))
-    return data.assign(of=data["model"].where(data["model"] != "", data["trained"]))
-
-
-def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Model, L1 value and step also of patterns that are masks: those of the run that gathered them, by its name."""
-    gathered = where(rows, op="nonzeros")[["item", "model", "l1", "step"]].drop_duplicates()
+    # Patterns that are masks have no model, L1 value and step: those of the run that gathered them, by its name.
+    gathered = where(results.rows, op="nonzeros")[["item", "model", "l1", "step"]].drop_duplicates()
     gathered = gathered.drop_duplicates("item", keep=False).set_index("item")
-    named = data["model"] != ""
-    model = data["trained"].map(gathered["model"]).astype(object).fillna("")
-    others = {name: data[name].where(named, data["trained"].map(gathered[name])) for name in ("l1", "step")}
-    return data.assign(model=data["model"].where(named, model), **others)
+    known, found = data["model"] != "", {name: data["trained"].map(gathered[name]) for name in gathered}
+    found["model"] = found["model"].astype(object).fillna("")
+    data = data.assign(**{name: data[name].where(known, values) for name, values in found.items()})
+    data = choose.sparse_models(data)
+    return data.assign(of=data["model"].where(data["model"] != "", data["trained"]))
 
 
 def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list[tuple[str, pd.DataFrame]]:

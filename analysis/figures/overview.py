@@ -37,7 +37,8 @@ def overview(results: Results) -> Sketch:
     speed = speed[speed["mean_nnz"] <= MOST_NONZEROS]
     if speed["mean_nnz"].nunique() < FEWEST_POINTS or len(quality) < FEWEST_POINTS:
         raise NotMeasured("the block's speed with a GPU backend, and a sweep of the L1 coefficient", blocks.BENCH)
-    models = _models(results)
+    timed = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(MODELS))))
+    models = pd.concat([fastest_forms(where(timed, op=op)) for op in MODELS], ignore_index=True)
     speed, models = (rows.assign(active=_percent(rows["mean_nnz"], rows["intermediate"])) for rows in (speed, models))
     picture, ((above,), (below,)) = style.panels(2, 1, 4.5, sharex=True)
     _speed_panel(above, speed, models)
@@ -51,12 +52,6 @@ def overview(results: Results) -> Sketch:
 
 def _percent(active: pd.Series, neurons: pd.Series) -> pd.Series:
     return active.astype("float64") / neurons.astype("float64") * 100
-
-
-def _models(results: Results) -> pd.DataFrame:
-    """The throughput of whole models over dense, each in its fastest form, on the device that timed most."""
-    timed = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(MODELS))))
-    return pd.concat([fastest_forms(where(timed, op=op)) for op in MODELS], ignore_index=True)
 
 
 def _quality(results: Results) -> pd.DataFrame:

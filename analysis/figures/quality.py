@@ -51,7 +51,13 @@ def by_l1(results: Results) -> Sketch:
     _paper_panel(grid[2], grid[1], theirs["active"])
     style.log_axis(grid[1].yaxis)
     if len(accuracy):
-        _accuracy_panel(grid[3], model, accuracy)
+        _line(grid[3], model, accuracy)
+        grid[3].set(title="(c) accuracy", ylabel="mean of the seven tasks (%)")
+        style.reference_line(grid[3], schema.MEAN_CHANCE)
+        grid[3].annotate(
+            f"chance: {schema.MEAN_CHANCE:.1f}%", (0.02, max(accuracy["high"].max(), schema.MEAN_CHANCE)),
+            xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=7,
+        )  # fmt: skip
         _paper_panel(grid[4], grid[3], theirs["accuracy"])
     data = [loss.assign(metric="validation_cross_entropy"), accuracy.assign(metric="accuracy")]
     data = pd.concat([frame for frame in [*data, active.assign(metric="nonzeros")] if len(frame)], ignore_index=True)
@@ -103,13 +109,3 @@ def _paper_panel(axes: Axes, ours: Axes, published: pd.Series) -> None:
     axes.plot(published.index.map(place), published, **style.PAPER_POINTS)
     axes.tick_params(labelleft=False)
     axes.set_xlabel("paper,\n1.5B")
-
-
-def _accuracy_panel(axes: Axes, model: str, accuracy: pd.DataFrame) -> None:
-    _line(axes, model, accuracy)
-    axes.set(title="(c) accuracy", ylabel="mean of the seven tasks (%)")
-    style.reference_line(axes, schema.MEAN_CHANCE)
-    axes.annotate(
-        f"chance: {schema.MEAN_CHANCE:.1f}%", (0.02, max(accuracy["high"].max(), schema.MEAN_CHANCE)),
-        xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=7,
-    )  # fmt: skip

@@ -53,8 +53,15 @@ def curves_by_l1(results: Results) -> Sketch:
     # The steep beginning is cut off: differences between runs appear later.
     after = training[training["step"] >= training["step"].max() * 0.08]["value"].max()
     left.set_ylim(bottom=lowest - 0.15, top=max(after, lowest + 0.5))
-    _change_panel(right, change)
-    right.set_xlim(left.get_xlim())
+    tolerance = choose.QUALITY_TOLERANCE * 100
+    _lines(right, change, "l1")
+    right.set(title="(b) against L1 = 0 (dashed: the paper's bound)", xlabel="optimizer step")
+    right.set_ylabel("change in held-out cross-entropy")
+    low, high = min(change["value"].min(), 0), max(change["value"].max(), tolerance)
+    margin = 0.12 * (high - low)
+    right.set(xlim=left.get_xlim(), ylim=(low - margin, high + margin))
+    style.percent_axis(right.yaxis)
+    style.reference_line(right, tolerance)
     _legend(picture, left, "L1 coefficient")
     validation = stats.over_seeds(held_out, by)
     data = [training.assign(split="training"), validation.assign(split="validation"), change.assign(split="change_pct")]
@@ -155,18 +162,6 @@ def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Lo
         few: style.Look = {"marker": "o", "markersize": 3} if len(line) < 3 else {"marker": ""}
         axes.plot(line["step"], line["value"], label=l1_label(value) if by == "l1" else value, **look | few)
         axes.fill_between(line["step"], line["low"], line["high"], color=look["color"], alpha=0.18, linewidth=0)
-
-
-def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
-    tolerance = choose.QUALITY_TOLERANCE * 100
-    _lines(axes, change, "l1")
-    axes.set(title="(b) against L1 = 0 (dashed: the paper's bound)", xlabel="optimizer step")
-    axes.set_ylabel("change in held-out cross-entropy")
-    low, high = min(change["value"].min(), 0), max(change["value"].max(), tolerance)
-    margin = 0.12 * (high - low)
-    axes.set_ylim(low - margin, high + margin)
-    style.percent_axis(axes.yaxis)
-    style.reference_line(axes, tolerance)
 
 
 def _two_panels(

@@ -126,7 +126,10 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Ml
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
-        if _is_released(_config_of(module)):
+        config = _config_of(module)
+        # Ordinary classes keep settings that they do not know, such as the released ones'.
+        settings = vars(config) if _is_configuration(config) else {}
+        if getattr(config, "model_type", None) == RELEASED or any(key.startswith("sparsity_") for key in settings):
             raise ValueError(
                 f"{_named(name, module)} is of a checkpoint that the paper's authors released: its gate is a ReLU "
                 "whatever hidden_act says, and its weights may have another layout: use twell.from_released(path)"
@@ -390,12 +393,6 @@ def _prefixes(name: str) -> list[str]:
 
 def _config_of(module: nn.Module) -> Any:
     return vars(module).get("config")
-
-
-def _is_released(config: Any) -> bool:
-    """Whether it was read from a released checkpoint: ordinary classes keep settings that they do not know."""
-    settings = vars(config) if _is_configuration(config) else {}
-    return getattr(config, "model_type", None) == RELEASED or any(key.startswith("sparsity_") for key in settings)
 
 
 def _is_configuration(value: object) -> bool:

@@ -85,17 +85,13 @@ def why_not(
     check_activation(activation)
     if backend == AUTO:
         return None
-    device = _device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if hidden is None or intermediate is None:
         availability = probe(backend, device)
         reason = None if availability.ok else availability.reason
     else:
         reason = _why_not(backend, Request(device, dtype, hidden, intermediate, gated, training, activation))
     return None if reason is None else " ".join(reason.split())
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _why_not(name: str, request: Request) -> str | None:

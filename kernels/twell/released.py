@@ -78,8 +78,20 @@ def read(folder: Path, *, dtype: torch.dtype | None, device: torch.device | str)
         if key in tensors:
             raise ValueError(f"{folder}: the weight {key} is in more than one file")
         tensors[key] = tensor
-    gated = _is_gated(content, tensors, folder)
-    config = _llama_config(content, tensors, folder)
+    gated = any(key.endswith((".gate_proj.weight", ".gate_weight")) for key in tensors)
+    setting = content.get("sparsity_gated_mlp")
+    if setting is not None and bool(setting) != gated:
+        raise ValueError(f"{folder}: sparsity_gated_mlp={setting}, but the weights have {'a' if gated else 'no'} gate")
+    layers = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):  # building a model with so many layers would never end
+        raise ValueError(f"{folder / CONFIG}: num_hidden_layers is {layers}, but there are {len(tensors)} weights")
+    size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
+    plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
+    try:
+        config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
+    except WRONG_VALUES as error:
+        raise ValueError(f"{folder / CONFIG} has an invalid value: {error}") from error
+    config.architectures = ["LlamaForCausalLM"]
     config.hidden_act = RELU if content.get("model_type") == RELEASED else config.hidden_act
     return Checkpoint(config, config.hidden_act, gated, _todays(tensors, content, gated, config, folder))
 
@@ -174,28 +186,20 @@ def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
-def _rename(key: str, tensor: Tensor, gated: bool) -> tuple[str, Tensor]:
-    """Convert a feed-forward weight with an old name to its present name and `nn.Linear` layout; others are unchanged.
-
-    Old layouts: gate [K, N]; up [N, K] when gated, [K, N] when not; down [N, K].
-    """
-    prefix, dot, last = key.rpartition(".")
-    if last not in _OLD_NAMES:
-        return key, tensor
-    transposed = last != "up_weight" or not gated
-    return prefix + dot + _OLD_NAMES[last], tensor.t().contiguous() if transposed else tensor
-
-
 def _todays(
     tensors: dict[str, Tensor], content: dict[str, Any], gated: bool, config: LlamaConfig, folder: Path
 ) -> dict[str, Tensor]:
-    """The weights with present names and layouts. Raises ValueError for one under both an old and a new name."""
+    """The weights with present names, and layouts of `nn.Linear`. Those with old names are: gate [K, N]; up [N, K] when
+    gated, [K, N] when not; down [N, K]. Raises ValueError for one under both an old and a new name."""
     renamed: dict[str, Tensor] = {}
-    for key, old in tensors.items():
-        name, tensor = _rename(key, old, gated)
+    for key, tensor in tensors.items():
+        prefix, dot, last = key.rpartition(".")
+        name = prefix + dot + _OLD_NAMES.get(last, last)
         if name in renamed:
             raise ValueError(f"{folder}: {name} is there twice, under its old and its new name; delete one of them")
-        if name == key and name.endswith(".down_proj.weight") and content.get("model_type") == RELEASED:
+        if last in _OLD_NAMES and (last != "up_weight" or not gated):
+            tensor = tensor.t().contiguous()
+        elif name.endswith(".down_proj.weight") and content.get("model_type") == RELEASED:
             tensor = _down_proj(tensor, content, config, folder)
         renamed[name] = tensor
     return renamed
@@ -218,28 +222,3 @@ def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, fol
         )
     transposed = layout == "NK" if square else tensor.shape == (config.intermediate_size, config.hidden_size)
     return tensor.t().contiguous() if transposed else tensor
-
-
-def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> bool:
-    """Whether the weights have a gate, which must agree with the configuration (if that specifies it)."""
-    has_gate = any(key.endswith((".gate_proj.weight", ".gate_weight")) for key in tensors)
-    setting = content.get("sparsity_gated_mlp")
-    if setting is not None and bool(setting) != has_gate:
-        raise ValueError(
-            f"{folder}: sparsity_gated_mlp={setting}, but the weights have {'a' if has_gate else 'no'} gate"
-        )
-    return has_gate
-
-
-def _llama_config(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> LlamaConfig:
-    size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
-    plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
-    layers = content.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > len(tensors):  # building a model with so many layers would never end
-        raise ValueError(f"{folder / CONFIG}: num_hidden_layers is {layers}, but there are {len(tensors)} weights")
-    try:
-        config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
-    except WRONG_VALUES as error:
-        raise ValueError(f"{folder / CONFIG} has an invalid value: {error}") from error
-    config.architectures = ["LlamaForCausalLM"]
-    return config

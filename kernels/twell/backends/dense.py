@@ -76,7 +76,9 @@ def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | Non
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
     """Puts h in place of z by one kernel, if that can be used."""
-    if z_MN.dtype is not torch.bfloat16 or not _contiguous(z_MN, u_MN) or not _has_triton(z_MN.device):
+    if z_MN.dtype is not torch.bfloat16 or not all(t is None or t.is_contiguous() for t in (z_MN, u_MN)):
+        return False
+    if not _has_triton(z_MN.device):
         return False
     from ..triton import activation as fused
 
@@ -89,10 +91,6 @@ def _has_triton(device: torch.device) -> bool:
     from .triton import device_misfit
 
     return importlib.util.find_spec("triton") is not None and device_misfit(device, interpreted=False) is None
-
-
-def _contiguous(z_MN: Tensor, u_MN: Tensor | None) -> bool:
-    return z_MN.is_contiguous() and (u_MN is None or u_MN.is_contiguous())
 
 
 def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:

@@ -80,14 +80,10 @@ class TwELL:
         columns, values = left_align(_into_tiles(dense, tile), keep_RT, slots)
         tiles = -(-width // tile)
         starts = torch.arange(tiles, device=dense.device) * tile
-        columns = columns.view(rows, tiles, slots) + starts.unsqueeze(-1)
-        return cls(
-            _to_lanes(columns, values.view(rows, tiles, slots)),
-            counts.view(rows, tiles).to(torch.int32),
-            width,
-            tile,
-            dense.dtype,
-        )
+        columns = columns.view(rows, tiles, slots, 1) + starts.view(-1, 1, 1)
+        value_lanes = values.view(rows, tiles, slots, 1).view(torch.uint16)
+        lanes = torch.cat([columns.to(torch.uint16), value_lanes], dim=-1)
+        return cls(lanes, counts.view(rows, tiles).to(torch.int32), width, tile, dense.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,7 +114,8 @@ class TwELL:
         rows, tiles, slots = in_use(self.counts, self.slots).nonzero(as_tuple=True)
         # As signed numbers: torch has no indexing of uint16 on CUDA devices.
         lanes = self.lanes.view(torch.int16)[rows, tiles, slots].view(torch.uint16)
-        return Entries(rows, lanes[:, 0].long(), _values(lanes, self.dtype))
+        values = lanes[:, 1:].clone(memory_format=torch.contiguous_format).view(self.dtype).squeeze(-1)
+        return Entries(rows, lanes[:, 0].long(), values)
 
     def to_dense(self) -> Tensor:
         """The matrix [M, N], exactly as it was packed (except that -0.0 becomes +0.0)."""
@@ -152,12 +149,3 @@ def _into_tiles(dense_MN: Tensor, tile: int) -> Tensor:
     """[M * tiles, tile]: the last tile of each row padded with zeros."""
     missing = -dense_MN.shape[1] % tile
     return torch.nn.functional.pad(dense_MN, (0, missing)).reshape(-1, tile)
-
-
-def _to_lanes(columns: Tensor, values: Tensor) -> Tensor:
-    value_lanes = values.contiguous().unsqueeze(-1).view(torch.uint16)
-    return torch.cat([columns.to(torch.uint16).unsqueeze(-1), value_lanes], dim=-1)
-
-
-def _values(lanes: Tensor, dtype: torch.dtype) -> Tensor:
-    return lanes[..., 1:].clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)

@@ -47,27 +47,19 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
         count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
         raise ValueError(f"there are plans for {count} blocks, and {type(model).__name__} has {len(blocks)}")
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
-    _load_kernels(blocks, checked)
-    for block, plan in zip(blocks, checked, strict=True):
-        block.plan = plan
-
-
-def _load_kernels(blocks: Sequence[SparseFeedForward], plans: Sequence[Plan]) -> None:
     loads: dict[Hashable, Callable[[], object]] = {}
-    for block, plan in zip(blocks, plans, strict=True):
+    for block, plan in zip(blocks, checked, strict=True):
+        weight = block.up_proj.weight
+        intermediate, hidden = weight.shape
+        kind = weight.device, computed_dtype(weight), hidden, intermediate, block.gated
         for name in () if block.training else plan.backends:
             if name != AUTO and (kernels := registry.get(name).kernels) is not None:
-                loads |= kernels(_request(block), block.gated and plan.screened > 0)
+                loads |= kernels(Request(*kind, False, block.activation), block.gated and plan.screened > 0)
     with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
         for load in [threads.submit(call) for call in loads.values()]:
             load.result()
-
-
-def _request(block: SparseFeedForward) -> Request:
-    """A forward of the block, without gradients."""
-    weight = block.up_proj.weight
-    intermediate, hidden = weight.shape
-    return Request(*(weight.device, computed_dtype(weight), hidden, intermediate, block.gated), False, block.activation)
+    for block, plan in zip(blocks, checked, strict=True):
+        block.plan = plan
 
 
 def _checked(layer: int, block: SparseFeedForward, values: Any) -> Plan:

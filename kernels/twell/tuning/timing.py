@@ -25,7 +25,10 @@ Halves = Callable[[], Call]  # runs a forward and returns its backward
 def quick_times(calls: dict[Name, Call], device: torch.device) -> dict[Name, float]:
     """The median time of each call over rounds, in ms, in a loop without pauses; a round runs all calls. Takes about
     0.1 s for each."""
-    repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
+    repetitions = {}
+    for name, call in calls.items():
+        call()  # the first time may compile
+        repetitions[name] = max(1, min(1000, int(_SECONDS * 1e3 / max(_milliseconds(call, 2, device), 1e-6))))
     rounds = [
         {name: _milliseconds(call, repetitions[name], device) for name, call in calls.items()} for _ in range(_ROUNDS)
     ]
@@ -93,12 +96,6 @@ def _queued(half: Callable[[], T], other: Call, others: int) -> tuple[float, T, 
     end.record()
     end.synchronize()
     return begin.elapsed_time(end), found, ahead
-
-
-def _repetitions(call: Call, device: torch.device) -> int:
-    """The number of calls in a round. The first call may compile."""
-    call()
-    return max(1, min(1000, int(_SECONDS * 1e3 / max(_milliseconds(call, 2, device), 1e-6))))
 
 
 def _milliseconds(call: Call, repetitions: int, device: torch.device) -> float:
