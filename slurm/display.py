@@ -38,7 +38,7 @@ COLOURS = {
 }
 ORDER = list(COLOURS)
 TABLE_SECONDS, LINES_SECONDS = 1.0, 20.0
-TRUSTED_SECONDS = 60.0  # the first minutes, in which modules are imported, say little of the rest
+TRUSTED_SECONDS = 60.0  # so much is taken to have gone as expected: the first minute says little of the rest
 CAPTION = "loss: held-out cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
 TIMES = "forward, training: throughput of the fastest sparse backend over dense in the same run"
 
@@ -183,7 +183,7 @@ class Display:
             self._print("    ".join(["", line.cells["item"], ", ".join(values)]).rstrip())
 
     def _left(self, elapsed: float, lines: Sequence[Line]) -> str:
-        """The time left: the expected seconds of what is not made, times how much slower than expected things went."""
+        """The time left: the expected seconds of what is not made, times how much slower things went, side by side."""
         shares = {}
         for line in lines:
             done, _, total = line.cells["step"].partition("/")
@@ -195,7 +195,7 @@ class Display:
             seconds * (1.0 if self._states[name] is not State.TODO else shares.get(name, 0.0))
             for name, seconds in self._expected.items()
         )
-        slower = (elapsed + TRUSTED_SECONDS) / (made + TRUSTED_SECONDS)
+        slower = (elapsed + TRUSTED_SECONDS / max(1, len(lines))) / (made + TRUSTED_SECONDS)
         return f", about {duration((sum(self._expected.values()) - made) * slower)} left"
 
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import programs
@@ -39,7 +41,7 @@ from experiments.training import metrics
 from slurm import cancel, local, log, manage, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.collect import collect
-from slurm.display import duration, plain, summary, table
+from slurm.display import Display, duration, plain, summary, table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
 from slurm.manage import SubmittedStudy
@@ -923,6 +925,14 @@ def test_progress_is_shown(study, slurm_says):
     assert "3.500" in narrow.getvalue()
     assert "10:00 min" in narrow.getvalue()
     assert [duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
+
+
+def test_the_time_left_is_what_is_expected_until_there_is_more_to_judge_by(monkeypatch, tmp_path):
+    clock, said = itertools.count(0, 20), []
+    monkeypatch.setattr("slurm.display.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    display = Display("study", {"a": 100.0, "b": 100.0}, {}, said.append)
+    display.show([item(tmp_path, "a")])
+    assert said[0] == "-- study study: 2 items: 1 running, 1 to do, 20 s, about 3:00 min left"
 
 
 def test_small_runs_share_a_gpu_and_measurements_have_it_alone(queue, tmp_path):
