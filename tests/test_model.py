@@ -439,6 +439,7 @@ def truncate(path):
         ),
         (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
         (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
+        (lambda folder: change(folder, model_type=["llama"]), r"has no model type \['llama'\]"),
         (lambda folder: change(folder, mlp_bias=True), "no biases"),
         (
             lambda folder: change(folder, model_type="llama", hidden_act="gelu"),

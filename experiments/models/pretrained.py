@@ -118,7 +118,7 @@ def _load_other(
 ) -> LoadedModel:
     with _checkpoint_errors():
         released.weight_files(folder)  # raises if there are only pickles
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{folder}: the installed transformers has no model type {kind!r}, and a model's own code is not run"
         )
