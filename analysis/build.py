@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build what the arguments name; and return the exit code."""
+    """Build what the arguments name, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
@@ -57,7 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", NotMade)
-            publish.build(options["source"].split(","), options["out"]) if options else publish.build_committed()
+            if options:
+                publish.build(options["source"].split(","), options["out"])
+            else:
+                publish.build_committed()
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

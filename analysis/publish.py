@@ -48,7 +48,7 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     return written
 
 
-def build_committed(root: Path = ROOT) -> list[Path]:
+def build_committed(root: Path = ROOT) -> None:
     """Rebuild everything in the repository at `root` that is made from rows: each source beneath paper_figures, the
     pages above them, RESULTS.md, and the marked blocks of README.md and kernels/README.md.
 
@@ -80,7 +80,6 @@ def build_committed(root: Path = ROOT) -> list[Path]:
     for path in (root / "README.md", root / "kernels" / "README.md"):
         written.append(_write_text(path, markdown.fill(path.read_text(encoding="utf-8"), results, made, checked)))
     log.info("%d files in %s; begin with %s", len(written), root, folder / "index.html")
-    return written
 
 
 def left_out(results: Results) -> list[str]:

@@ -183,7 +183,7 @@ class Display:
             self._print("    ".join(["", line.cells["item"], ", ".join(values)]).rstrip())
 
     def _left(self, elapsed: float, lines: Sequence[Line]) -> str:
-        """The time left: the expected seconds of what is not made, times how much slower things went, side by side."""
+        """The time left: the expected seconds of what is not made, by how long those made took, side by side."""
         shares = {}
         for line in lines:
             done, _, total = line.cells["step"].partition("/")
