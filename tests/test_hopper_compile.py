@@ -34,7 +34,7 @@ def test_gate_pack(tiling, screen):
     assert tiling.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("hidden", [64, 2048, 5120])
+@pytest.mark.parametrize("hidden", [64, 2048, 8192])
 def test_quantise(hidden):
     assert spilled_bytes(compiler.compile_source("quantise", screen.quantise_macros(hidden))[1]) == 0
 

@@ -17,7 +17,7 @@ INF, NAN = float("inf"), float("nan")
 
 def quantised(x, factors):
     """quantise.cu: (rows in int8 as float64, n [M], e [M])."""
-    v = x.float() * factors.float()
+    v = (x * factors).float()
     most = v.abs().amax(1).nan_to_num(INF)
     bounded = (most > 2.0**-57) & (most < 2.0**57)
     exact = v * torch.where(bounded, 127 / most, 0)[:, None]

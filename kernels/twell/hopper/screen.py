@@ -19,7 +19,7 @@ from .params import QuantiseParams
 
 TILE = 256  # neurons and tokens: screened neurons begin with a tile, norms have room for whole ones
 _WARPS, _SAMPLE = 8, 256  # tokens, and neurons, by which channels are scaled
-_MOST = 2.0**32  # the factors' square: bfloat16 times 2**-16 is exact in float32
+_MOST = 2.0**32  # the factors' square
 
 
 class Rows(NamedTuple):
