@@ -31,6 +31,7 @@ DENSE_FORMS = {
     schema.EAGER: "eager",
     "dense_compiled": "compiled",
     "dense_compiled_layers": "compiled",
+    "dense_twell": "compiled",
 }
 SLOWER_FOR_LACK_OF_MEMORY = 0.95  # of the speed of our eager form; with room they are 1% to 2% apart
 SPARSE_FORMS = {"by_layer": "fastest", "twell": "papers", "hybrid": "papers"}
@@ -38,12 +39,14 @@ SPARSE_FORMS = {"by_layer": "fastest", "twell": "papers", "hybrid": "papers"}
 
 def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """Values by model, L1, device and tokens (rows), and by metric and form (columns). Forms: dense transformers,
-    eager and compiled; fastest (each layer dense or sparse) and papers, the paper's method, both also compiled."""
+    eager and compiled, the fastest if there are two; fastest (each layer dense or sparse) and papers, the paper's
+    method, both also compiled."""
     rows = choose.made_for_speed(choose.relu_runs(where(rows, op=op)))
     rows = choose.longest_trained(rows[rows["value"].notna() & rows["l1"].notna()])
     compiled = rows["backend"].str.endswith(schema.COMPILED) & (rows["plan"] != "dense")
     form = rows["plan"].map(SPARSE_FORMS).where(rows["plan"] != "dense", rows["backend"].map(DENSE_FORMS))
-    named = rows.assign(form=form + pd.Series("_compiled", rows.index).where(compiled, ""))
+    behind = rows["baseline"].ne(rows["backend"]) & rows["baseline"].map(DENSE_FORMS).eq(form)
+    named = rows.assign(form=form.mask(behind) + pd.Series("_compiled", rows.index).where(compiled, ""))
     named = named.dropna(subset="form")
     wide = named.pivot_table(index=[*MODEL, "tokens"], columns=["metric", "form"], values="value")
     wide["active", "mean"] = named.groupby([*MODEL, "tokens"])["mean_nnz"].mean()

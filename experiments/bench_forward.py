@@ -71,10 +71,11 @@ class BenchForwardConfig(SequenceBenchConfig):
         distinct=True,
         check=_check_name,
     )
-    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_fp8"]] = option(  # type: ignore[assignment]
-        ["dense_transformers", "dense_eager", "dense_compiled"],
-        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled, compiled "
-        f"with FP8 blocks), of blocks also {OWN_DENSE}; the fastest is the baseline, dense_fp8, not exact, never",
+    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_twell", "dense_fp8"]] = option(  # type: ignore[assignment]
+        ["dense_transformers", "dense_eager", "dense_compiled", OWN_DENSE],
+        "dense forms (of a whole model: as transformers computes, with this package's dense block, both compiled, "
+        f"compiled with FP8 blocks), of blocks always {OWN_DENSE}; the fastest is the baseline, dense_fp8, not exact, "
+        "never",
         distinct=True,
     )
     whole_model: bool = option(True, "time the whole decoder")
@@ -124,7 +125,7 @@ def _rows(
         alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
         columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
         yield compare(alternatives, device, config.timing, config.metrics, **columns)
-    dense = [OWN_DENSE, *(name for name in config.dense if name in (*DENSE_FORMS, FP8))]
+    dense = list(dict.fromkeys((OWN_DENSE, *(name for name in config.dense if name in (*DENSE_FORMS, FP8)))))
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)

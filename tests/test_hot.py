@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import change, make_block, run_ffn
 
-from twell import hot_split, memory, registry
+from twell import hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
 from twell.hot import hot_neurons
 from twell.interface import HotSteps
@@ -249,12 +249,38 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     monkeypatch.setattr(registry, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(hopper, "h_at_once", lambda x, gate, up, activation: (x @ gate.t()).relu() * (x @ up.t()))
     x, gate, up = changed(*(torch.randn(rows, 64).bfloat16() for rows in (16, 24, 24)))
-    h = dense._h_at_once(x, gate, up)
+
+    def h_at_once():
+        return dense._h_at_once(x, gate, up) if dense.makes_h_at_once(x, gate, up, "relu") else None
+
+    h = h_at_once()
     assert (h is not None) == taken
     if h is not None:
         torch.testing.assert_close(h, (x @ gate.t()).relu() * (x @ up.t()))
+    asked = torch.compile(lambda *of: x.sum() if dense.makes_h_at_once(*of, "relu") else None, fullgraph=True)
+    assert (asked(x, gate, up) is not None) == dense.makes_h_at_once(x, gate, up, "relu")
+    assert not dense.makes_h_at_once(x, gate, up, "relu2")
+    assert not dense.makes_h_at_once(x, None, up, "relu")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert dense._h_at_once(x, gate, up) is None
+    assert h_at_once() is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(registry, "why_not", lambda *_, **__: "no such device")
-    assert dense._h_at_once(x, gate, up) is None
+    assert h_at_once() is None
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(made, monkeypatch):
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: made and not options.training)
+    torch.compiler.reset()
+    run = torch.compile(lambda *problem: sparse_ffn(*problem, plan="dense"), backend=keep, fullgraph=True)
+    problem = make()
+    torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
+    assert ("twell.sparse_ffn" in graphs[-1]) == made
+    run(*(t.requires_grad_() for t in problem)).sum().backward()
+    assert "twell.sparse_ffn" not in graphs[-1]

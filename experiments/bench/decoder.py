@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from experiments.bench import fp8
 from experiments.bench.feedforward import problem_of, unavailable
-from experiments.bench.options import FP8
+from experiments.bench.options import FP8, OWN_DENSE
 from experiments.models.llama import (
     FeedForward,
     ReluFeedForward,
@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 DENSE_FORMS = {
     "dense_transformers": (TRANSFORMERS, False),
     "dense_eager": ("dense", False),
-    "dense_compiled": ("dense", True),
+    "dense_compiled": (TRANSFORMERS, True),
+    OWN_DENSE: ("dense", True),
     FP8: (FP8, True),
 }
 
@@ -174,8 +175,8 @@ def decoder_alternatives(
     """Checked candidates for the forward of the decoder.
 
     Args:
-        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. FP8 may be off by
-            `fp8.TOLERANCE`.
+        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. A model with SiLU has
+            no blocks of this package's own. FP8 may be off by `fp8.TOLERANCE`.
         check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
@@ -191,7 +192,7 @@ def decoder_alternatives(
     found = [
         _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
         for name in dense
-        if name != FP8
+        if name != FP8 and (decoder.sparse or name != OWN_DENSE)
     ]
     if FP8 in dense:
         reason = decoder.no_fp8

@@ -280,8 +280,8 @@ def _run(
     growth: CapacityGrowth | None,
 ) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
-    transformed, traced = False, torch.compiler.is_compiling()
-    if not traced:
+    transformed, traced, compiling = False, False, torch.compiler.is_compiling()
+    if not compiling:
         forward_mode = torch_internals.in_forward_mode() and any(
             t is not None and torch_internals.has_tangent(t) for t in inputs
         )
@@ -291,7 +291,8 @@ def _run(
             return _computed(name, inputs, hot, l1_weight, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
-    if name == registry.DENSE and (traced or transformed):
+    plain = transformed or traced or (compiling and not _makes_h_at_once(inputs, options))
+    if name == registry.DENSE and plain:
         result = dense.traced(inputs[0], _weights(inputs, l1_weight), options.activation, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
@@ -300,6 +301,14 @@ def _run(
             'torch.func (grad, vmap, ...): take plan="dense" there, or differentiate it with backward()'
         )
     return _forward_op(*inputs, hot, l1_weight, name, *options)[:5]
+
+
+def _makes_h_at_once(inputs: Inputs, options: Options) -> bool:
+    """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h."""
+    x, w_gate, w_up, _ = inputs
+    if options.training or options.stats or not (is_fixed(x.shape[0]) and is_static(x.shape[0])):
+        return False
+    return x.is_cuda and dense.makes_h_at_once(x, w_gate, w_up, options.activation)
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:

@@ -94,6 +94,12 @@ def why_not(
     return None if reason is None else " ".join(reason.split())
 
 
+@torch.compiler.assume_constant_result
+def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
+    """Whether this backend can run a gated block of this kind in inference, for torch.compile to ask while tracing."""
+    return why_not(backend, device=device, dtype=dtype, hidden=hidden, intermediate=intermediate) is None
+
+
 def _why_not(name: str, request: Request) -> str | None:
     availability = probe(name, request.device)
     return get(name).supports(request) if availability.ok else availability.reason

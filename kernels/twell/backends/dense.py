@@ -8,6 +8,7 @@ Shapes: M tokens, K hidden, N intermediate.
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +44,7 @@ def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
     """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
     Triton can use, the activation is one kernel, as torch.compile would make it."""
-    if w_gate_NK is not None and x_MK.is_cuda and activation == RELU:  # that kernel does not round relu's square
+    if x_MK.is_cuda and makes_h_at_once(x_MK, w_gate_NK, w_up_NK, activation):
         h_MN = _h_at_once(x_MK, w_gate_NK, w_up_NK)
         if h_MN is not None:
             return F.linear(h_MN, w_down_KN)
@@ -56,21 +57,27 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     return F.linear(z_MN, w_down_KN)
 
 
-def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
-    """h with both products and relu in one Hopper kernel; None where it cannot be used, and while a CUDA graph is
-    captured, when no kernel can be loaded."""
-    hidden, weights = x_MK.shape[-1], (w_gate_NK, w_up_NK)
-    if x_MK.numel() < H_AT_ONCE * hidden or any(t.dtype is not torch.bfloat16 for t in (x_MK, *weights)):
-        return None
-    if not all(map(is_in_rows, weights)) or torch.cuda.is_current_stream_capturing():
-        return None
+def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, activation: str) -> bool:
+    """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
+    bfloat16 on Hopper. That kernel does not round relu's square, which it leaves to others."""
+    if w_gate_NK is None or activation != RELU or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
+        return False
+    if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
+        return False
     from .. import registry
 
-    if registry.why_not("hopper", device=x_MK.device, hidden=hidden, intermediate=w_up_NK.shape[0]) is not None:
+    intermediate, hidden = map(operator.index, w_up_NK.shape)  # under torch.compile they may be symbols
+    return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
+
+
+def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
+    """h with both products and relu in one Hopper kernel; None for a layout that it cannot read, and while a CUDA graph
+    is captured, when no kernel can be loaded."""
+    if not (is_in_rows(w_gate_NK) and is_in_rows(w_up_NK)) or torch.cuda.is_current_stream_capturing():
         return None
     from .hopper import h_at_once
 
-    h_MN = h_at_once(x_MK.reshape(-1, hidden), *weights, RELU)
+    h_MN = h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, RELU)
     return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
 
 
