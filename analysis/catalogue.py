@@ -29,7 +29,7 @@ OVERVIEW: tuple[Spec, ...] = (
     Spec(
         "models", "Whole models, both sides compiled",
         "Each layer dense or sparse, whichever is faster, over the compiled dense model: forward pass of 64 sequences "
-        "of 2,048 tokens without the output head; training step with as many tokens as fit with dense products.",
+        "of 2,048 tokens without the output head; training step.",
         report.models,
     ),
     Spec(
@@ -40,8 +40,8 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
-        "The same for training steps, with as many tokens as fit with unmodified transformers. A dash: these fill the "
-        "memory. The paper's sparse 2B model has a larger batch than its dense one.",
+        "The same for training steps. A dash: unmodified transformers fill the memory. The paper's sparse 2B model has "
+        "a larger batch than its dense one.",
         partial(report.uncompiled, op="model_training", second="peak_memory"),
     ),
     Spec(

@@ -171,12 +171,15 @@ def markdown() -> str:
         if name == "rows":
             metrics = [(f"`{metric}`", about.unit, about.meaning) for metric, about in schema.METRICS.items()]
             operations = [(f"`{op}`", meaning) for op, meaning in schema.OPS.items()]
+            backends = [(f"`{backend}`", meaning) for backend, meaning in schema.BACKENDS.items()]
             plans = [(f"`{plan}`", schema.WORDS[plan], meaning) for plan, meaning in schema.PLANS.items()]
             parts += [
                 "Metrics, the column `metric`:\n",
                 render.markdown(pd.DataFrame(metrics, columns=["metric", "unit", "meaning"])),
                 "Operations, the column `op`:\n",
                 render.markdown(pd.DataFrame(operations, columns=["op", "meaning"])),
+                "Backends, the columns `backend` and `baseline`:\n",
+                render.markdown(pd.DataFrame(backends, columns=["backend", "meaning"])),
                 "Plans, the column `plan`, with their words in tables and figures:\n",
                 render.markdown(pd.DataFrame(plans, columns=["plan", "word", "meaning"])),
             ]

@@ -29,6 +29,7 @@ GROUP = ["op", "device", "plan", "backend", "tokens"]
 LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.5
 SLACK = 0.01  # of a measured range
 AXES = {"mean_nnz": "non-zeros", "hot_share": "hot share"}
+USUAL_TOKENS = 16_384  # of the command that measures a shape
 MOST_TOKENS_FACTOR = 2.0  # between the tokens of a call and those of the measured one that stands for it
 # The synthetic patterns of `twell.testing.make_problem`: log-normal firing rates of the neurons that are not dead.
 DEAD, RATE_SPREAD, HIGHEST_RATE, HOTTEST = 0.3, 1.0, 0.6, 0.1
@@ -57,14 +58,21 @@ def expected_gain(
         op, device, plan, backend, tokens; ratio, the expected dense time over sparse time; dense_ms and time_ms;
         blocks, the number of measured blocks; refused: why there is no ratio. `Absent` for a shape that was not
         measured.
+
+    Raises:
+        ValueError: `active` or `hot_share` is no share.
     """
+    for name, share in (("active", active), ("hot_share", hot_share)):
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"{name} is a share, above 0 and at most 1, got {share}")
     blocks = measured_blocks(results)
     nonzeros = active * intermediate
     alike = where(blocks, hidden=hidden, intermediate=intermediate, gated=gated)
     if alike.empty:
         command = (
-            f"python -m experiments.bench_kernels hidden={hidden} intermediate={intermediate} "
-            f"gated={str(gated).lower()} mean_nnz=[{nonzeros:.4g}]"
+            f'python -m experiments.bench_kernels "ops=[{FORWARD[0]},{TRAINING[0]}]" hidden={hidden} '
+            f'intermediate={intermediate} gated={str(gated).lower()} "mean_nnz=[{nonzeros:.4g}]" '
+            f'"tokens=[{tokens or USUAL_TOKENS}]"'
         )
         return Absent("expected-gain", "Expected gain", _missing_shape(blocks, hidden, intermediate, gated), command)
     lines = []
@@ -110,7 +118,8 @@ def held_out_errors(results: Results) -> pd.DataFrame:
     operation, device and plan the layers, how many are refused, and the error of the predicted ratio, in percent of
     the measured one (median, 90th percentile, largest)."""
     lines = []
-    for key, group in measured_blocks(results).groupby([*GROUP, "hidden", "intermediate", "gated"], sort=False):
+    by = [*GROUP, "hidden", "intermediate", "gated"]
+    for key, group in measured_blocks(results).groupby(by, sort=False):
         trained = group[group["run"] != "synthetic"]
         predicted = [
             _predict(group[group["run"] != block.run], block.mean_nnz, block.hot_share)[0]
@@ -118,11 +127,11 @@ def held_out_errors(results: Results) -> pd.DataFrame:
         ]
         error = 100 * (pd.Series(predicted, index=trained.index, dtype="float64") / trained["ratio"] - 1).abs().dropna()
         if len(error):
-            names = dict(zip(GROUP, key, strict=False))
+            names = dict(zip(by, key, strict=True))
             counts = {"models": trained["run"].nunique(), "layers": len(trained), "refused": len(trained) - len(error)}
             sizes = {"median_pct": error.median(), "p90_pct": error.quantile(0.9), "max_pct": error.max()}
             lines.append(names | counts | sizes)
-    columns = [*GROUP, "models", "layers", "refused", "median_pct", "p90_pct", "max_pct"]
+    columns = [*by, "models", "layers", "refused", "median_pct", "p90_pct", "max_pct"]
     return pd.DataFrame(lines, columns=columns).round({"median_pct": 1, "p90_pct": 1, "max_pct": 1})
 
 

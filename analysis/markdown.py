@@ -170,7 +170,8 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
             f"{render.significant(models['active'].mean(), 1)} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
-            f"{render.span(models['step_speed'], times)} times; whole trainings, which start dense, "
+            f"{render.span(models['step_speed'], times)} times; whole trainings of "
+            f"{', '.join(whole['model'].unique())}, dense at first, "
             f"{render.span(whole['whole_speed'], times)} times, with "
             f"{render.span(whole['step_memory_pct'], share)} more memory.",
             f"* **The paper's method**, every neuron sparse, nothing compiled: forward "
@@ -220,7 +221,9 @@ def _at(frame: pd.DataFrame, nonzeros: float) -> float:
 # What stands in the marked blocks of README.md and kernels/README.md, by name.
 BLOCKS: dict[str, Callable[[Results, Frames, Sequence[Claim]], str]] = {
     "headline": _headline,
-    "models": lambda _, frames, __: render.markdown(_models(frames["models"]).drop(columns="forward_energy_pct")),
+    "models": lambda _, frames, __: render.markdown(
+        _models(frames["models"]).drop(columns=["forward_energy_pct", "step_tokens"])
+    ),
     "blocks": _blocks,
     "tokens": lambda _, frames, __: render.markdown(frames["tuned"].drop(columns="device")),
 }

@@ -57,7 +57,7 @@ def build_committed(root: Path = ROOT) -> None:
     """
     folder = root / "paper_figures"
     results = committed(folder)
-    results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
+    results = replace(results, name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
     # The diagram of the formats needs no rows, so it is the same for every source.
     same = FIGURES[0].number

@@ -120,6 +120,7 @@ COLUMNS: dict[str, Column] = {
     "forward_energy_pct": Column("forward, energy", 0, signed=True),
     "step_speed": Column("training step, speed", 2),
     "step_memory_pct": Column("training step, memory", 0, signed=True),
+    "step_tokens": Column("tokens in a step", 0),
     "whole_speed": Column("whole training, speed", 2),
     "fastest_over_eager": Column("ours", 2),
     "papers_over_eager": Column("the paper's method", 2),

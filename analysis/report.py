@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -62,12 +62,21 @@ def _ratio(wide: pd.DataFrame, metric: str, form: str, base: str) -> pd.Series:
     return ratio.groupby(level=MODEL).first()
 
 
-def _lines(wide: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
+def _step_tokens(wide: pd.DataFrame, form: str, base: str) -> pd.Series:
+    """The tokens of the steps that `_ratio` compares."""
+    names = ["throughput"] * 2, [form, base]
+    both = wide.reindex(columns=pd.MultiIndex.from_arrays(names)).dropna().index.to_frame()
+    return both.groupby(level=MODEL)["tokens"].first()
+
+
+def _lines(wide: Sequence[pd.DataFrame], columns: dict[str, pd.Series]) -> pd.DataFrame:
     """One line for each model, L1 and device that has any of these numbers, from small to large models."""
-    table = pd.DataFrame(columns).dropna(how="all") if len(wide) else pd.DataFrame()
+    wide = [forms for forms in wide if len(forms)]
+    table = pd.DataFrame(columns).dropna(how="all") if wide else pd.DataFrame()
     if table.empty:
         return pd.DataFrame()
-    table.insert(0, "active", wide["active", "mean"].groupby(level=MODEL).first())
+    active = pd.concat([forms["active", "mean"] for forms in wide])
+    table.insert(0, "active", active.groupby(level=MODEL).first())
     table = table.rename_axis(MODEL).reset_index()
     return table.sort_values(["l1", "model", "device"], key=_in_order, ignore_index=True)
 
@@ -83,12 +92,13 @@ def models(results: Results) -> pd.DataFrame:
     forward, step = (_forms(results.rows, op) for op in schema.WHOLE_MODELS)
     pair = ("fastest_compiled", "compiled")
     return _lines(
-        forward,
+        (forward, step),
         {
             "forward_speed": _ratio(forward, "throughput", *pair),
             "forward_energy_pct": (_ratio(forward, "energy", *pair) - 1) * 100,
             "step_speed": _ratio(step, "throughput", *pair),
             "step_memory_pct": (_ratio(step, "peak_memory", *pair) - 1) * 100,
+            "step_tokens": _step_tokens(step, *pair),
         },
     )
 
@@ -102,13 +112,15 @@ def uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     if {plain, eager} <= set(wide.columns):  # steps of plain transformers that fill the memory say nothing about speed
         wide.loc[wide[plain] < SLOWER_FOR_LACK_OF_MEMORY * wide[eager], [plain]] = math.nan
     name = f"{second}_pct"
+    of_steps = {"step_tokens": _step_tokens(wide, "fastest", "eager")} if op == "model_training" else {}
     table = _lines(
-        wide,
+        [wide],
         {
             "fastest_over_eager": _ratio(wide, "throughput", "fastest", "eager"),
             "papers_over_eager": _ratio(wide, "throughput", "papers", "eager"),
             "papers_over_transformers": _ratio(wide, "throughput", "papers", "transformers"),
             name: (_ratio(wide, second, "papers", "transformers") - 1) * 100,
+            **of_steps,
         },
     )
     if table.empty:

@@ -22,20 +22,16 @@ COLUMNS: tuple[Column, ...] = (
     # What was measured.
     Column("study", "str", "the study the row belongs to: demo, smoke, h200, l1_sweep, ..."),
     Column("item", "str", "the item of the study that produced the row, also the name of its run folder"),
-    Column("op", "str", "what ran: one of OPS, or the name of a single kernel"),
-    Column("plan", "str", "how the block computes: one of PLANS; empty where nothing was timed"),
+    Column("op", "str", "what ran (operations below), or the name of a single kernel"),
+    Column("plan", "str", "how the block computes (plans below); empty where nothing was timed"),
     Column(
         "backend",
         "str",
         "the backend that ran: dense, reference, hopper, ..., never auto; of several layers, that of the sparse ones",
     ),
-    Column(
-        "hot", "int", "number of hot neurons, computed densely (HOT_PLANS); empty if not applicable or not recorded"
-    ),
-    Column("silent", "int", "neurons left out, which fired for none of the tokens measured (LIVE_PLANS); else empty"),
-    Column(
-        "screened", "int", "neurons that an int8 product rules out (ORDERED_PLANS, LIVE_PLANS); empty if not recorded"
-    ),
+    Column("hot", "int", "number of hot neurons, computed densely; empty if not applicable or not recorded"),
+    Column("silent", "int", "neurons left out, which fired for none of the tokens measured (plans with `live`)"),
+    Column("screened", "int", "neurons that an int8 product rules out (of sorted ones); empty if not recorded"),
     Column("backup", "float", "share of the tokens in a dense backup (training); empty without one"),
     Column("baseline", "str", "the baseline of `ratio`, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
@@ -43,7 +39,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("activation", "str", "relu or silu"),
     Column("gated", "bool", "gated or non-gated feed-forward block"),
     Column("l1", "float", "coefficient of the L1 term, whose sum is over a token's neurons"),
-    Column("modification", "str", "one of MODIFICATIONS"),
+    Column("modification", "str", "none, l1_warmup, dead_neuron_reinit, hot_exempt, or two of them joined"),
     Column("task", "str", "name of the evaluation task"),
     Column("task_protocol", "str", "how answers were scored: prompts, items, lm-eval's version"),
     Column("layer", "int", "index of the layer, from 0; empty for a whole model"),
@@ -60,8 +56,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("mean_nnz", "float", "mean non-zeros per token of the input measured"),
     Column("pattern", "str", "where the sparsity pattern comes from: synthetic, or the run and layer"),
     # The number.
-    Column("metric", "str", "one of METRICS"),
-    Column("unit", "str", "unit of value, low and high, as METRICS gives it"),
+    Column("metric", "str", "what was measured (metrics below)"),
+    Column("unit", "str", "unit of value, low and high"),
     Column("value", "float", "the measurement: a median where n > 1; empty when it could not be measured"),
     Column("low", "float", "20th percentile of the repetitions; of accuracies, one standard error below"),
     Column("high", "float", "80th percentile of the repetitions; of accuracies, one standard error above"),
@@ -148,12 +144,21 @@ MODIFICATIONS: dict[str, str] = {
 }
 
 COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what is around the blocks is compiled
-# Backends in the order of tables and legends. The reference backend defines results and is not made for speed.
+# Backends in the order of tables and legends.
 REFERENCE = "reference"
-BACKENDS: tuple[str, ...] = (
-    "dense", "dense_transformers", "dense_eager", "dense_fused", "dense_twell", "dense_compiled",
-    "dense_compiled_layers", "dense_fp8", REFERENCE, "triton", "hopper",
-)  # fmt: skip
+BACKENDS: dict[str, str] = {
+    "dense": "this package's dense block",
+    "dense_transformers": "unmodified transformers: what the paper compares with",
+    "dense_eager": "this package's dense block, nothing compiled (of a block alone: plain torch)",
+    "dense_fused": "a block: gate and up as one matrix, compiled",
+    "dense_twell": "this package's dense block; of a whole model, compiled",
+    "dense_compiled": "plain torch under torch.compile",
+    "dense_compiled_layers": "a training step: each layer under torch.compile",
+    "dense_fp8": "FP8 products, compiled: not exact, never the baseline",
+    REFERENCE: "every operation in plain torch, on the formats; defines results, not made for speed",
+    "triton": "kernels in Triton; with `_compiled` behind, the rest of the model is compiled",
+    "hopper": "kernels in CUDA C++ for H100 and H200; likewise",
+}
 # The paper's baseline, transformers without torch.compile, is dense_transformers in rows from 2026-11-26 on. EAGER, in
 # all rows, has this package's dense block in place of transformers': on a GPU one kernel for activation and product
 # (in forwards from 2026-11-27 on for h whole), and in training less that is kept for the backward.

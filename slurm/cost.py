@@ -19,6 +19,7 @@ from experiments.study.definition import load_study
 # Tokens per second of one training that has an H200 to itself, with torch.compile, by preset: docs/log/2026-11-22.md
 # (21m), and item h200/real_dense_s0 of paper_figures/h200 (0.5b).
 MEASURED = {"21m": 1_930_000.0, "0.5b": 166_000.0}
+MOST = 10_000_000  # tokens per second that an estimate may say: smaller models wait for the host
 # float32 weights and two moments of AdamW.
 CHECKPOINT_BYTES = 12
 # Of a vocabulary of at most 2^16 entries.
@@ -93,7 +94,8 @@ def table(models: list[Cost]) -> str:
     lines = [f"| {' | '.join(columns)} | checkpoints (GB) |", "|---" * 7 + "|"]
     for cost in models:
         tokens = f"{cost.tokens / 1e9:.{1 if cost.tokens >= 1e9 else 3}f}"
-        cells = (cost.model, str(cost.runs), tokens, f"{cost.tokens_per_s:,.0f}", _hours(cost.gpu_hours, digits=1))
+        speed = f"{cost.tokens_per_s:,.0f}" if cost.tokens_per_s <= MOST else "–"
+        cells = (cost.model, str(cost.runs), tokens, speed, _hours(cost.gpu_hours, digits=1))
         kept = f"{cost.runs * cost.checkpoint_bytes / 1e9:,.0f}"
         lines.append(f"| {' | '.join(cells)} | {_hours(cost.all_hours)} | {kept} |")
     runs, hours = sum(cost.runs for cost in models), _hours(sum(cost.all_hours for cost in models))

@@ -130,9 +130,10 @@ def test_the_result_prints_as_a_table():
         ]
     )
     assert str(found).splitlines() == [
-        "layer  non-zeros   dense  hopper  hopper, hot  plan",
-        "    0      120.5  13.500  18.250        9.123  hopper, triton up to 16 tokens, 2 hot neurons by index",
-        "    1       22.0  13.500  14.000            -  dense",
+        "layer  non-zeros  dense (ms)  hopper (ms)  hopper, hot (ms)  plan",
+        "    0      120.5      13.500       18.250             9.123  "
+        "hopper, triton up to 16 tokens, 2 hot neurons by index",
+        "    1       22.0      13.500       14.000                 -  dense",
     ]
 
 

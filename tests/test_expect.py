@@ -1,6 +1,7 @@
 """Expected gains of blocks: right between measured blocks, refused beyond them."""
 
 import math
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ from synthetic_results import Run, Study, row, write_rows
 from analysis import expect
 from analysis.explorer import Absent
 from analysis.load import load
+from experiments.bench_kernels import BenchKernelsConfig
+from experiments.run.config import parse
 from twell.testing import make_problem
 
 STUDY = Study()
@@ -118,13 +121,19 @@ def test_other_shapes_are_refused_with_the_nearest_and_the_command(results, shap
     absent = expect.expected_gain(results, *shape, 0.01, gated=gated)
     assert isinstance(absent, Absent)
     assert f"gated, K = {K}, N = 1,024, with 8 to 120 non-zeros" in absent.sentence
-    assert f"bench_kernels hidden={shape[0]} intermediate={N} gated={str(gated).lower()}" in absent.command
+    program, *options = shlex.split(absent.command.removeprefix("python -m experiments."))
+    asked = parse(BenchKernelsConfig, options)
+    assert program == "bench_kernels"
+    assert (asked.hidden, asked.intermediate, asked.gated) == (shape[0], N, gated)
+    assert asked.ops == ["ffn_forward", "ffn_training_stack"]
 
 
 def test_without_any_timed_block_nothing_is_expected(tmp_path):
     write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
     empty = load(tmp_path)
     assert isinstance(expect.expected_gain(empty, K, N, 0.01), Absent)
+    with pytest.raises(ValueError, match="active is a share, above 0 and at most 1, got 2"):
+        expect.expected_gain(empty, K, N, 2)
     assert expect.held_out_errors(empty).empty
 
 

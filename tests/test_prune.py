@@ -47,6 +47,7 @@ def test_the_model_is_smaller_and_computes_the_same(tmp_path):
     assert (report.held_out.firings, report.held_out.same_top) == (0, 1.0)
     assert report.held_out.loss == pytest.approx(report.held_out.loss_after)
     assert "512 of 1024 neurons are removed" in str(report)
+    assert str(report._replace(silent=(0, 0))) == "each of 1024 neurons fired for some of 200 tokens: none is removed"
     torch.testing.assert_close(model(TOKENS).logits, wanted)
     state = model.state_dict()
     assert list(state) == list(before)

@@ -47,6 +47,19 @@ def test_whole_models_over_the_compiled_dense_one_with_as_many_tokens(tmp_path):
     assert line["forward_energy_pct"] == pytest.approx(-20)
     assert line["step_speed"] == pytest.approx(1.5)
     assert line["step_memory_pct"] == pytest.approx(-20)
+    assert line["step_tokens"] == 8192
+
+
+@pytest.mark.parametrize(("own", "faster"), [(90.0, "dense_compiled"), (110.0, "dense_twell")])
+def test_of_two_compiled_dense_forms_the_faster_one_counts(own, faster, tmp_path):
+    rows = [
+        *measured("model_forward", "by_layer", "hopper_compiled", 4096, throughput=132.0, energy=4.0),
+        *measured("model_forward", "dense", "dense_compiled", 4096, throughput=100.0, energy=5.0),
+        *measured("model_forward", "dense", "dense_twell", 4096, throughput=own, energy=8.0),
+    ]
+    line = report.models(results_of(tmp_path, [one | {"baseline": faster} for one in rows])).iloc[0]
+    assert line["forward_speed"] == pytest.approx(1.32 if faster == "dense_compiled" else 1.2)
+    assert line["forward_energy_pct"] == pytest.approx(-20 if faster == "dense_compiled" else -50)
 
 
 def test_steps_with_nothing_compiled_beside_the_papers(tmp_path):

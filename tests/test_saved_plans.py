@@ -177,8 +177,10 @@ def test_plans_that_do_not_fit_change_nothing(wrong, message):
 
 def test_plans_that_are_not_there_or_cannot_run_here_are_refused():
     model, plans = sparsify(llama()), save_plans(planned())
-    with pytest.raises(ValueError, match="holds no plans"):
+    with pytest.raises(ValueError, match="no configuration that holds plans"):
         load_plans(model)
+    with pytest.raises(ValueError, match="no SparseFeedForward to give plans"):
+        load_plans(llama(), plans)
     with pytest.raises(ValueError, match="there are plans for 1 blocks"):
         load_plans(model, plans[:1])
     with pytest.raises(BackendUnavailable, match="'hopper', planned for layer 1, cannot run here: it needs a CUDA"):

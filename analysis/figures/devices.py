@@ -88,7 +88,7 @@ def _draw_block(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
     """Ratio over the non-zeros. A colour for each device, marker and dash for each backend."""
     for (kind, backend), line in data.sort_values("mean_nnz").groupby(["device", "backend"]):
         ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
-        look = style.category(schema.BACKENDS.index(backend)) | {"color": colors[kind]}
+        look = style.category(list(schema.BACKENDS).index(backend)) | {"color": colors[kind]}
         style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label="", **look)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")

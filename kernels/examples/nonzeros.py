@@ -1,4 +1,4 @@
-"""Measure the sparsity of a model on a text: non-zeros per token, dead and most active neurons, by layer.
+"""Measure the sparsity of a model on a text: non-zeros per token, silent and most active neurons, by layer.
 
     python kernels/examples/nonzeros.py
 
@@ -67,11 +67,11 @@ def main(path: str | Path = "nonzeros.png", steps: int = 20) -> list[Counter]:
     # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...))
     model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu")
     counters = count(model.eval(), batches(steps))
-    print("layer  non-zeros  never fired  share of the busiest tenth")
+    print("layer  non-zeros  silent  share of the busiest tenth")
     for layer, counter in enumerate(counters):
         busiest = counter.fired.sort(descending=True).values[: len(counter.fired) // 10].sum() / counter.fired.sum()
-        mean, dead = torch.cat(counter.nonzeros).float().mean(), (counter.fired == 0).float().mean()
-        print(f"{layer:5d}  {mean:9.1f}  {dead:11.1%}  {busiest:26.1%}")
+        mean, silent = torch.cat(counter.nonzeros).float().mean(), (counter.fired == 0).float().mean()
+        print(f"{layer:5d}  {mean:9.1f}  {silent:6.1%}  {busiest:26.1%}")
     draw(counters, Path(path))
     print(f"figure: {path}")
     return counters

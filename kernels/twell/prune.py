@@ -62,6 +62,8 @@ class Pruned(NamedTuple):
 
     def __str__(self) -> str:
         removed = sum(self.of) - sum(self.neurons)
+        if not any(self.silent):
+            return f"each of {sum(self.of)} neurons fired for some of {self.tokens} tokens: none is removed"
         return (
             f"{removed} of {sum(self.of)} neurons are removed, of {sum(self.silent)} silent ones; none of them fired "
             f"for {self.tokens} tokens, so each fires for less than {self.bound:.2g} of all (rule of three, 95%)\n"

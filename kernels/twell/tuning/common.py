@@ -50,7 +50,7 @@ class Decision(NamedTuple):
 
 
 class Tuning(tuple[Choice, ...]):
-    """The choice of each block, in layer order. Prints as a table with times in ms; "-": this form did not exist."""
+    """The choice of each block, in layer order. Prints as a table; "-": this form did not exist."""
 
     def __str__(self) -> str:
         columns = list(dict.fromkeys(form for choice in self for form in choice.milliseconds))
@@ -62,7 +62,7 @@ class Tuning(tuple[Choice, ...]):
             ]
             for layer, choice in enumerate(self)
         ]
-        table = [["layer", "non-zeros", *map(str, columns)], *rows]
+        table = [["layer", "non-zeros", *(f"{form} (ms)" for form in columns)], *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         plans = ["plan", *(str(choice.plan) for choice in self)]

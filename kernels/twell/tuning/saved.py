@@ -40,12 +40,14 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
     no later call waits for that. This takes no GPU time, and a second where no cache has them.
     """
     plans = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if plans is None else plans
-    blocks = feed_forward_blocks(model)
+    blocks, name = feed_forward_blocks(model), type(model).__name__
+    if not blocks:
+        raise ValueError(f"{name} has no SparseFeedForward to give plans; `sparsify` puts them there")
     if plans is None:
-        raise ValueError(f"the configuration of {type(model).__name__} holds no plans: run autotune on it")
+        raise ValueError(f"{name} has no configuration that holds plans: give those that save_plans returned")
     if not isinstance(plans, Sequence) or len(plans) != len(blocks):
         count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
-        raise ValueError(f"there are plans for {count} blocks, and {type(model).__name__} has {len(blocks)}")
+        raise ValueError(f"there are plans for {count} blocks, and {name} has {len(blocks)}")
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
     loads: dict[Hashable, Callable[[], object]] = {}
     for block, plan in zip(blocks, checked, strict=True):
