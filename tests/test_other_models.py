@@ -77,7 +77,7 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
 
 @pytest.mark.slow
 def test_its_forward_is_timed(folder, tmp_path):
-    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]", "metrics=[time]"]
+    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]"]
     arguments += ["dtype=float32", *(f"{t}.{key}" for t in ("timing", "layer_timing") for key in ("seconds=0.01",))]
     found = rows(bench_forward, bench_forward.BenchForwardConfig, tmp_path, folder, *arguments)
     assert {(row["op"], row["layer"], row["backend"]) for row in found} >= {
@@ -89,7 +89,7 @@ def test_its_forward_is_timed(folder, tmp_path):
 
 def test_its_generation_is_timed(folder, tmp_path):
     arguments = ["batch=[2]", "prompt=8", "new_tokens=4", "dense=[dense_eager]", "backends=[reference]"]
-    arguments += ["metrics=[time]", "dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
+    arguments += ["dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
     found = rows(bench_generate, bench_generate.BenchGenerateConfig, tmp_path, folder, *arguments)
     timed = {row["backend"]: row for row in found if row["metric"] == "time"}
     assert set(timed) == {"dense_eager", "reference"}
