@@ -277,18 +277,17 @@ def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path, caplog):
     assert set(pandas.read_parquet(out / "nonzeros_unions.parquet").group) == {16}
 
 
-@pytest.mark.parametrize("split", ["validation", "train"])
 @pytest.mark.parametrize("names", ["0 1 2", "train-0 val-1 test-2"])
-def test_of_another_folder_all_is_read_or_the_split_that_its_names_say(tmp_path, split, names):
+def test_of_another_folder_all_is_read_or_the_validation_split_that_its_names_say(tmp_path, names):
     subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
     folder = tmp_path / "mine"
     folder.mkdir()
     texts = {name: f"{name} " + f"the dog of {name} sat on the mat. " * 30 for name in names.split()}
     for name, text in texts.items():
         (folder / f"{name}.txt").write_text(text)
-    ids = torch.cat([batch[:, :-1] for batch in subject.batches(4, data=f"path:{folder}", split=split)])
+    ids = torch.cat([batch[:, :-1] for batch in subject.batches(4, data=f"path:{folder}")])
     text = subject.loaded.tokenizer.decode(ids.flatten())
-    read = {"validation": ["val-1"], "train": ["train-0"]}[split] if "train-0" in names else list(texts)
+    read = ["val-1"] if "train-0" in names else list(texts)
     assert [name for name in texts if f"dog of {name} " in text] == read
     assert len(text) > sum(len(texts[name]) for name in read) - 200, "but for an incomplete sequence at its end"
 
