@@ -147,13 +147,9 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
 
 
 def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypatch):
-    known = {"dense": Availability(True, ""), "hopper": Availability(False, "needs an H100")}
-    monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
-    monkeypatch.setattr(feedforward, "why_not", lambda name, device: None if known[name].ok else known[name].reason)
+    monkeypatch.setattr(feedforward, "why_not", lambda name, device: "needs an H100")
     found = alternatives(problem, ["dense_eager"], ["hopper"])
     assert found[1] == Absent("hopper", "twell", "needs an H100")
-    with pytest.raises(ValueError, match="gpu"):
-        alternatives(problem, [], ["gpu"])
 
 
 @pytest.mark.parametrize(
@@ -361,8 +357,7 @@ def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
 
 
 def test_a_wrong_order_of_suffixes_is_reported(problem):
-    message = r"reference, .* each also with \+hot, \+backup, \+hot\+backup, \+ordered or \+live, got 'reference\+b"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'reference\+backup'"):
         alternatives(problem, [], ["reference+backup+hot"], blocks=1)
 
 

@@ -242,12 +242,6 @@ def test_dead_neurons_are_counted_over_whole_windows_however_the_text_is_cut(bat
     assert counter.fraction() == pytest.approx((~windows_WTN.any(1)).double().mean().item())
 
 
-def test_a_window_longer_than_the_text_has_no_dead_fraction():
-    counter = DeadCounter(10, 4, "cpu")
-    counter.add(torch.ones((9, 4), dtype=torch.bool))
-    assert counter.fraction() is None
-
-
 def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
     run = make_run(tmp_path, "run")  # 32 positions
     with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):

@@ -262,9 +262,7 @@ def test_where_the_shape_does_not_tell_the_layout_the_checkpoint_is_refused(tmp_
     model = publish(tmp_path)
     assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
     change(tmp_path, sparsity_use_hybrid_kernel=True)
-    with pytest.raises(
-        CheckpointError, match=r'are both 16, .* set "sparsity_use_hybrid_kernel": false'
-    ):
+    with pytest.raises(CheckpointError, match=r'are both 16, .* set "sparsity_use_hybrid_kernel": false'):
         load_pretrained(tmp_path)
 
 

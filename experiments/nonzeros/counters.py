@@ -38,9 +38,9 @@ class DeadCounter:
                 self._fired_N.zero_()
                 self._tokens, self.windows = 0, self.windows + 1
 
-    def fraction(self) -> float | None:
-        """Mean share of dead neurons over all whole windows; None without one."""
-        return int(self._dead) / self.windows / len(self._fired_N) if self.windows else None
+    def fraction(self) -> float:
+        """Mean share of dead neurons over all whole windows, of which there must be one."""
+        return int(self._dead) / self.windows / len(self._fired_N)
 
 
 class LayerActivity:

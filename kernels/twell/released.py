@@ -110,7 +110,7 @@ def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.devi
     materialize(model, device)
 
 
-def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaForCausalLM:
+def materialize(model: LlamaForCausalLM, device: torch.device | str) -> None:
     """Complete a model on the meta device in place: allocate weights that have no memory, tie tied weights, compute
     rotary tables."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -118,7 +118,6 @@ def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaFor
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
-    return model
 
 
 def _shape(shape: torch.Size | None) -> str:
