@@ -12,11 +12,10 @@ which processors differ: all rows are there, held-out cross-entropy within 2%, t
 factor, and the same order of L1 values by non-zeros. EVALUATION.md has how far processors differ.
 
 With strict=true, rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric.
-TOLERANCES gives
-the allowed difference from the committed value for each metric. On the same CPU with the same versions, training is
-reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same if its name is, and
-the name has a number: virtual machines give CPUs of several generations one name without any. Speed, energy and memory
-depend on the machine: only their ratios to dense are compared, and only on the same device.
+TOLERANCES gives the allowed difference from the committed value for each metric. On the same CPU with the same
+versions, training is reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same
+if its name is, and the name has a number: virtual machines give CPUs of several generations one name without any.
+Speed, energy and memory depend on the machine: only their ratios to dense are compared, and only on the same device.
 
 Exit codes: 0 if every criterion holds; with strict=true, if every committed number has a row here and is within its
 tolerance. A row without a value counts if it gives a reason (for instance, accuracies without task files); such rows

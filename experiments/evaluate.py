@@ -173,7 +173,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = device_of(config.device)
     with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, None, device)
+        subject = load_subject(config.checkpoint, device)
         lm = language_model(subject, config.batch) if config.tasks else None
         columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
         protocol = task_protocol(config.tasks, config.limit)

@@ -129,7 +129,7 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
 
     device = device_of(config.device)
     with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, None, device)
+        subject = load_subject(config.checkpoint, device)
         _choose_backend(subject, config.backend)
         if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
             log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))

@@ -541,14 +541,14 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def decoder(runs):
     """In bfloat16, with 2 sequences of 32 tokens."""
-    model = load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model
+    model = load_subject(str(runs["relu_l1_1e-3"]), CPU, torch.bfloat16).model
     return Decoder(model, torch.arange(64).view(2, 32) % 16)
 
 
 @pytest.fixture
 def step(runs):
     """With products in bfloat16."""
-    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
+    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), CPU).model, torch.bfloat16)
 
 
 def test_forward_rows_of_models_and_layers(runs, tmp_path):
@@ -613,7 +613,7 @@ def test_options_that_are_refused(program, option, message):
 
 
 def test_wrong_hidden_states_are_refused(runs, monkeypatch):
-    subject = load_subject(str(runs["nongated"]), None, CPU, torch.bfloat16)
+    subject = load_subject(str(runs["nongated"]), CPU, torch.bfloat16)
     decoder = Decoder(subject.model, subject.text(3, 32)[:, :-1])
     forward = decoder.forward
     monkeypatch.setattr(
@@ -719,7 +719,7 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["relu_l1_1e-3", "silu"])
 def test_dense_transformers_is_transformers(runs, name):
     """Hidden states, loss and gradients to the last bit; other forms then run the package's block again."""
-    subject = load_subject(str(runs[name]), None, CPU)
+    subject = load_subject(str(runs[name]), CPU)
     plain = LlamaForCausalLM(subject.model.config)
     plain.load_state_dict(subject.model.state_dict())
     assert type(plain.model.layers[0].mlp) is LlamaMLP
@@ -752,7 +752,7 @@ def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
 
 
 def test_a_training_step_changes_no_weight(runs):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
     step = TrainingStep(subject.model, torch.bfloat16)
     for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
@@ -767,7 +767,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda name: alone if name == fragile_backend.NAME else get(name))
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
     step._capacities = [1] * len(step.blocks)
@@ -795,7 +795,7 @@ def sparse_forms_take(monkeypatch, *milliseconds):
 
 def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     few, many = subject.text(1, 32), subject.text(4, 32)
     sparse_forms_take(monkeypatch, 1.0, 4.0, 1.0, 4.0)
@@ -840,7 +840,7 @@ def test_every_way_to_compile_gives_the_same_step(step, monkeypatch):
 
 
 def test_a_wrong_gradient_is_refused(runs, monkeypatch):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     form = Form("reference", "reference", 1e-3)
     step.check(form, subject.text(1, 32))
@@ -896,7 +896,7 @@ def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the
 
 @pytest.mark.slow
 def test_a_wrong_loss_is_refused(runs, monkeypatch):
-    step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, torch.bfloat16)
+    step = TrainingStep(load_subject(str(runs["silu"]), CPU).model, torch.bfloat16)
     form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
     gradients = step._gradients
     monkeypatch.setattr(step, "_loss_of", lambda form: step._loss)  # uncompiled
@@ -916,7 +916,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
     monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
     monkeypatch.setattr(common, "REFERENCE", "")  # it is tried, too
     sparse_forms_take(monkeypatch, *[4.0, 4.0, 1.0, 1.0] * 2)
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     (form,) = forms(step, [], ["auto"], 1e-3)
     make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
@@ -986,7 +986,7 @@ def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch,
     """What it left would count in the peak of the next size that is tried, and end the search too early."""
     run = str(runs["relu_l1_1e-3"])
     config = configured(bench_training, f"checkpoints=[{run}]", "sequence=32", "dense=[]")
-    workload = bench_training.Workload(load_subject(run, None, CPU), config, CPU)
+    workload = bench_training.Workload(load_subject(run, CPU), config, CPU)
     (form,) = workload.forms
 
     def graphs():
@@ -1015,7 +1015,7 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: min(len(ran), 2) if steady else len(ran))
     options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
     config = configured(bench_training, *options)
-    workload = bench_training.Workload(load_subject(str(runs["silu"]), None, CPU), config, CPU)
+    workload = bench_training.Workload(load_subject(str(runs["silu"]), CPU), config, CPU)
     (form,) = workload.forms
     with contextlib.nullcontext() if steady else pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
         workload._try(form, 2)

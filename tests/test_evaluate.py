@@ -176,7 +176,7 @@ def config_for(run, tmp_path, *arguments):
 
 def test_contexts_longer_than_the_model_are_counted(run, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(evaluate, "MAX_LENGTH", 40)
-    lm = language_model(load_subject(str(run), None, torch.device("cpu")), 4)
+    lm = language_model(load_subject(str(run), torch.device("cpu")), 4)
     long = cloze("piqa") | {"context": "the cat " * 40}
     write_task(tmp_path / "tasks", "piqa", [cloze("piqa"), long])
     score(lm, local_task(tmp_path / "tasks", "piqa"), limit=1)
@@ -201,7 +201,7 @@ def test_a_choice_longer_than_the_model_leaves_its_task_out_and_the_others_are_s
 @pytest.mark.parametrize("tokens_at_once", [None, 50])
 def test_cross_entropy_is_that_of_the_validation_text(run, tmp_path, monkeypatch, tokens_at_once):
     config = config_for(run, tmp_path)
-    subject = load_subject(config.checkpoint, None, torch.device("cpu"))
+    subject = load_subject(config.checkpoint, torch.device("cpu"))
     if tokens_at_once:
         monkeypatch.setattr(evaluate, "FLOAT32_LOGITS", tokens_at_once * subject.model.config.vocab_size)
     value, tokens = cross_entropy(subject, config)
@@ -238,7 +238,7 @@ def test_of_another_data_set_of_the_hub_only_what_is_needed_is_read(tmp_path, hu
     main(config_for(run, tmp_path, f"data=hf:{tmp_path / 'set'}"))
     (loss,) = (row for row in read_rows(tmp_path / "out" / "rows.csv") if row["metric"] == "validation_cross_entropy")
     assert (loss["tokens"], loss["value"] > 0) == (640, True)
-    subject = load_subject(str(run), None, torch.device("cpu"))
+    subject = load_subject(str(run), torch.device("cpu"))
     batches = list(subject.batches(4, max_tokens=640, data=f"hf:{tmp_path / 'set'}"))
     assert sum(batch[:, 1:].numel() for batch in batches) == 640 // subject.sequence_length * subject.sequence_length
     assert subject.text(2, 32, data=f"hf:{tmp_path / 'set'}").shape == (2, 33)
@@ -247,7 +247,7 @@ def test_of_another_data_set_of_the_hub_only_what_is_needed_is_read(tmp_path, hu
 
 
 def test_the_harness_gets_the_models_own_probabilities(run, tmp_path):
-    subject = load_subject(str(run), None, torch.device("cpu"))
+    subject = load_subject(str(run), torch.device("cpu"))
     write_task(tmp_path / "tasks", "piqa", [cloze("piqa")])
     task = local_task(tmp_path / "tasks", "piqa")
     task.build_all_requests()

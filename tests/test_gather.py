@@ -195,7 +195,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
 
     loaded = load_trained(run)
     blocks, total = feed_forward_blocks(loaded.model), [0, 0]
-    subject = load_subject(str(run), None, torch.device("cpu"))
+    subject = load_subject(str(run), torch.device("cpu"))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=IN_BFLOAT16 in arguments):
         for batch in subject.batches(3, 0, 512):
             loaded.model(batch[:, :-1])
@@ -273,7 +273,7 @@ def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path, caplog):
 
 @pytest.mark.parametrize("names", ["0 1 2", "train-0 val-1 test-2"])
 def test_of_another_folder_all_is_read_or_the_validation_split_that_its_names_say(tmp_path, names):
-    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+    subject = load_subject(str(make_run(tmp_path)), torch.device("cpu"))
     folder = tmp_path / "mine"
     folder.mkdir()
     texts = {name: f"{name} " + f"the dog of {name} sat on the mat. " * 30 for name in names.split()}
@@ -287,7 +287,7 @@ def test_of_another_folder_all_is_read_or_the_validation_split_that_its_names_sa
 
 
 def test_the_folder_of_the_training_is_held_out_as_it_was(tmp_path):
-    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+    subject = load_subject(str(make_run(tmp_path)), torch.device("cpu"))
     for data in (f"path:{tmp_path}/text", f"path:{tmp_path}/runs/../text"):
         for one, other in zip(subject.batches(8), subject.batches(8, data=data), strict=True):
             assert torch.equal(one, other)

@@ -68,7 +68,7 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
     found = rows(evaluate, evaluate.EvaluateConfig, tmp_path, folder, "evaluation_tokens=128", "batch=1")
     [row] = [row for row in found if row["metric"] == "validation_cross_entropy"]
     model = AutoModelForCausalLM.from_pretrained(folder[0]).eval()
-    subject = load_subject(str(folder[0]), None, torch.device("cpu"))
+    subject = load_subject(str(folder[0]), torch.device("cpu"))
     [*batches] = subject.batches(1, max_tokens=128, data=f"path:{folder[1]}")
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()) for ids in batches]
@@ -109,5 +109,5 @@ def test_a_model_that_sparsify_made_is_read_again(folder, tmp_path):
     config = Gemma2Config.from_pretrained(folder[0], hidden_activation="gelu_pytorch_tanh")
     model = sparsify(AutoModelForCausalLM.from_config(config), activation="relu")
     model.save_pretrained(tmp_path)
-    subject = load_subject(str(tmp_path), None, torch.device("cpu"))
+    subject = load_subject(str(tmp_path), torch.device("cpu"))
     assert len(feed_forward_blocks(subject.model)) == 2

@@ -16,7 +16,7 @@ from experiments.data.batches import WHOLE, changed_source, text_batches
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import build_model
 from experiments.models.pretrained import LoadedModel
-from experiments.run.errors import CheckpointError, ConfigError, DataError
+from experiments.run.errors import ConfigError, DataError
 from experiments.run.train_config import DataConfig, ModelConfig, model_columns, training_columns
 
 LONGEST = 2048  # tokens per sequence of models that were not trained here
@@ -137,21 +137,15 @@ def _place(source: str) -> Path:
 
 
 def load_subject(
-    checkpoint: str | None,
-    shape: ModelConfig | None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
+    which: str | ModelConfig, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Subject:
-    """A trained model by its run folder, checkpoint or Hugging Face name; without one a random model of this shape.
+    """A trained model by its run folder, checkpoint or Hugging Face name, or a random model of a shape.
 
     Raises:
         CheckpointError: when there is none, or it is damaged.
     """
-    if checkpoint is None:
-        if shape is None:
-            raise CheckpointError("no checkpoint was named")
-        model = build_model(shape, seed=seed, device=device, dtype=dtype or torch.float32)
-        return Subject(shape.name, LoadedModel(model.eval(), None, shape), random_seed=seed)
-    loaded = load_trained(checkpoint, device=device, dtype=dtype)
-    return Subject(loaded.training.run.item if loaded.training else Path(checkpoint).name, loaded)
+    if isinstance(which, ModelConfig):
+        model = build_model(which, seed=seed, device=device, dtype=dtype or torch.float32)
+        return Subject(which.name, LoadedModel(model.eval(), None, which), random_seed=seed)
+    loaded = load_trained(which, device=device, dtype=dtype)
+    return Subject(loaded.training.run.item if loaded.training else Path(which).name, loaded)
