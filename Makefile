@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
 # The demo's models are so small that each is trained by one core.
-CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+CORES := $(shell nproc)
 SIDE_BY_SIDE := $(if $(filter demo,$(SCALE)),cluster.parallel=$(CORES) cluster.cpus=1)
 # Where it runs: the GPU studies need a machine with GPUs (slurm/clusters/).
 CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)

@@ -3,7 +3,6 @@
     python -m analysis.check                                      # the demo, from runs/demo
     python -m analysis.check study=scaled source=runs/scaled      # another study, or another folder of results
     python -m analysis.check strict=true                          # every number against a tolerance of its own
-    python -m analysis.check strict=true show=all                 # all of them, not only the worst of each metric
 
 `source` is a study's folder of runs, or a folder that slurm.collect or analysis.build wrote. The default is
 runs/<study>, or runs/<study>.collected if the former does not exist.
@@ -13,11 +12,10 @@ which processors differ: all rows are there, held-out cross-entropy within 2%, t
 factor, and the same order of L1 values by non-zeros. EVALUATION.md has how far processors differ.
 
 With strict=true, rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric.
-TOLERANCES gives
-the allowed difference from the committed value for each metric. On the same CPU with the same versions, training is
-reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same if its name is, and
-the name has a number: virtual machines give CPUs of several generations one name without any. Speed, energy and memory
-depend on the machine: only their ratios to dense are compared, and only on the same device.
+TOLERANCES gives the allowed difference from the committed value for each metric. On the same CPU with the same
+versions, training is reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same
+if its name is, and the name has a number: virtual machines give CPUs of several generations one name without any.
+Speed, energy and memory depend on the machine: only their ratios to dense are compared, and only on the same device.
 
 Exit codes: 0 if every criterion holds; with strict=true, if every committed number has a row here and is within its
 tolerance. A row without a value counts if it gives a reason (for instance, accuracies without task files); such rows
@@ -31,11 +29,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [strict=true|false] [show=worst|all]"
+USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [strict=true|false]"
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """study=, source=, strict= and show= with their defaults.
+    """study=, source= and strict= with their defaults.
 
     Raises:
         ValueError: an unknown, repeated or empty option.
@@ -43,16 +41,15 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if name not in ("study", "source", "strict", "show") or not value:
-            raise ValueError(f"got {argument!r}, wanted study=, source=, strict= or show=\n{USAGE}")
+        if name not in ("study", "source", "strict") or not value:
+            raise ValueError(f"got {argument!r}, wanted study=, source= or strict=\n{USAGE}")
         if name in options:
             raise ValueError(f"{name} is given twice\n{USAGE}")
         options[name] = value
     study = options.get("study", "demo")
-    chosen = {"study": study, "source": str(default_source(study)), "strict": "false", "show": "worst"} | options
-    for name, values in {"strict": ("true", "false"), "show": ("worst", "all")}.items():
-        if chosen[name] not in values:
-            raise ValueError(f"got {name}={chosen[name]}, wanted {' or '.join(values)}\n{USAGE}")
+    chosen = {"study": study, "source": str(default_source(study)), "strict": "false"} | options
+    if chosen["strict"] not in ("true", "false"):
+        raise ValueError(f"got strict={chosen['strict']}, wanted true or false\n{USAGE}")
     return chosen
 
 
@@ -62,7 +59,7 @@ def default_source(study: str) -> Path:
     return collected if collected.is_dir() and not runs.is_dir() else runs
 
 
-def check(study: str, source: Path, *, strict: bool = False, show_all: bool = False) -> int:
+def check(study: str, source: Path, *, strict: bool = False) -> int:
     """Compare, print the report, and return the exit code.
 
     Raises:
@@ -100,7 +97,7 @@ def check(study: str, source: Path, *, strict: bool = False, show_all: bool = Fa
         result = comparison.compare(alike, measured)
         print(f"study {study}\nexpected: {comparison.origin(alike)}")
         print(f"measured: {comparison.origin(measured)}, from {source}\n")
-        print(comparison.report(result, show_all))
+        print(comparison.report(result))
         return 0 if result.passed else 1
     criteria = comparison.criteria(alike, measured)
     shown = criteria.assign(holds=criteria["holds"].map({True: "yes", False: "NO"})).to_string(index=False)
@@ -114,8 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = parse(arguments)
-        strict, show_all = options["strict"] == "true", options["show"] == "all"
-        return check(options["study"], Path(options["source"]), strict=strict, show_all=show_all)
+        return check(options["study"], Path(options["source"]), strict=options["strict"] == "true")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -292,15 +292,13 @@ def _numbers(column: pd.Series, digits: int = 6) -> list[str]:
     return ["-" if math.isnan(value) else significant(value, digits) for value in column]
 
 
-def report(comparison: Comparison, show_all: bool = False) -> str:
+def report(comparison: Comparison) -> str:
     """The table, followed by a summary in sentences: losses, missing numbers, reasons, verdict."""
     lines = comparison.lines
-    parts = [as_text(lines if show_all else worst(lines)), ""]
-    if not show_all:
-        parts[:0] = ["The worst number of each operation and metric (show=all: every number).", ""]
-        outside = lines[lines["verdict"] == OUTSIDE]
-        if len(outside):
-            parts += [f"Outside their tolerance, {len(outside)}:", as_text(outside), ""]
+    parts = ["The worst number of each operation and metric.", "", as_text(worst(lines)), ""]
+    outside = lines[lines["verdict"] == OUTSIDE]
+    if len(outside):
+        parts += [f"Outside their tolerance, {len(outside)}:", as_text(outside), ""]
     counts = lines["verdict"].value_counts()
     parts.append(", ".join(f"{counts[name]} {name.lower()}" for name in VERDICTS if name in counts) + ".")
     losses = where(lines, metric=LOSSES)

@@ -149,13 +149,11 @@ def committed(folder: Path = FIGURES) -> Results:
     return side_by_side(*(folder / name for name in COMMITTED))
 
 
-def default_results(name: str = "") -> Results:
+def default_results() -> Results:
     """The results that the notebooks read: the folder in TWELL_RESULTS (relative to the repository) if it is set, else
-    the committed folder `name`, or all committed folders without a name."""
+    all committed folders."""
     named = os.environ.get("TWELL_RESULTS")
-    if named:
-        return load(ROOT / named)
-    return load(FIGURES / name) if name else committed()
+    return load(ROOT / named) if named else committed()
 
 
 @dataclass(frozen=True)

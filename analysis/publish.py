@@ -168,7 +168,7 @@ def _narrow(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(dict.fromkeys(wide, "float32"))
 
 
-def write_data(results: Results, out: Path) -> list[Path]:
+def write_data(results: Results, out: Path) -> None:
     """Write rows.csv, settings.csv, curves.parquet and nonzeros_*.parquet, and delete outdated parquet files."""
     kept = results.settings[results.settings["key"].isin(tables.SETTINGS.values())]
     frames = {f"nonzeros_{name}.parquet": frame for name, frame in results.nonzeros.items()}
@@ -176,18 +176,15 @@ def write_data(results: Results, out: Path) -> list[Path]:
         frames["curves.parquet"] = results.curves
     for stale in {path.name for path in out.glob("*.parquet")} - frames.keys():
         (out / stale).unlink()
-    written = [
-        _write_text(out / "rows.csv", results.rows.to_csv(index=False, lineterminator="\n")),
-        _write_text(out / "settings.csv", kept.to_csv(index=False, lineterminator="\n")),
-    ]
+    _write_text(out / "rows.csv", results.rows.to_csv(index=False, lineterminator="\n"))
+    _write_text(out / "settings.csv", kept.to_csv(index=False, lineterminator="\n"))
     for name, frame in frames.items():
         partial = out / f"{name}.partial"
         frame.to_parquet(partial, index=False, compression="zstd")
-        written.append(partial.replace(out / name))
-    return written
+        partial.replace(out / name)
 
 
-def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool = False) -> list[Table]:
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool) -> list[Table]:
     """Write the data, tables, figures and README.md of one source; returns its tables. The paper's tables are also
     written as Markdown, with rounded numbers and their intervals."""
     out.mkdir(parents=True)

@@ -24,7 +24,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import DENSE_FORMS, FP8, OWN_DENSE, SECTION_4, SequenceBenchConfig, check_form
+from experiments.bench.options import (
+    DENSE_FORMS,
+    FP8,
+    MODEL_METRICS,
+    OWN_DENSE,
+    SECTION_4,
+    SequenceBenchConfig,
+    check_form,
+)
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
@@ -78,9 +86,7 @@ class BenchForwardConfig(SequenceBenchConfig):
         "never",
         distinct=True,
     )
-    whole_model: bool = option(True, "time the whole decoder")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
-    check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"
     )
@@ -90,8 +96,6 @@ class BenchForwardConfig(SequenceBenchConfig):
         of_blocks = [name for name in self.backends if not Name.of(name).plain]
         if of_blocks and not self.per_layer:
             raise ConfigError(f"{', '.join(of_blocks)}: of blocks alone, so per_layer must be true")
-        if not self.whole_model and not self.per_layer:
-            raise ConfigError("whole_model and per_layer are both false: nothing is left to time")
 
 
 def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> Iterator[Rows]:
@@ -120,11 +124,10 @@ def _rows(
     name = subject.name
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
-    if config.whole_model:
-        plain = [name for name in backends if Name.of(name).plain]
-        alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
-        columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
-        yield compare(alternatives, device, config.timing, config.metrics, **columns)
+    plain = [name for name in backends if Name.of(name).plain]
+    alternatives = decoder_alternatives(decoder, config.dense, plain)
+    columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
+    yield compare(alternatives, device, config.timing, MODEL_METRICS, **columns)
     dense = list(dict.fromkeys((OWN_DENSE, *(name for name in config.dense if name in (*DENSE_FORMS, FP8)))))
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
@@ -132,7 +135,7 @@ def _rows(
         alternatives = feedforward.alternatives(problem, dense, [name for name in backends if name != AUTO])
         columns |= {"op": f"ffn_forward{on}", "pattern": f"{name}/layer{layer}", "layer": layer}
         columns["mean_nnz"] = feedforward.mean_nonzeros(problem)
-        yield compare(alternatives, device, config.layer_timing, config.metrics, **columns)
+        yield compare(alternatives, device, config.layer_timing, MODEL_METRICS, **columns)
 
 
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import ModelBenchConfig
+from experiments.bench.options import MODEL_METRICS, ModelBenchConfig
 from experiments.run.config import entry, option
 from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
@@ -53,7 +53,6 @@ class BenchGenerateConfig(ModelBenchConfig):
         128, "tokens generated behind each prompt: never more, never fewer", unit="tokens", minimum=2,
         maximum=LARGEST_SIZE,
     )  # fmt: skip
-    check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"
     )
@@ -76,10 +75,10 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
     names = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "generate", "pattern": subject.name}
     for batch in config.batch:
         generation = Generation(subject.model, prompt_BP[:batch], config.new_tokens)
-        alternatives = generation.alternatives(config.dense, backends, config.check_sequences)
+        alternatives = generation.alternatives(config.dense, backends)
         sizes = {"tokens": batch * config.new_tokens, "batch": batch, "prompt_tokens": config.prompt}
         columns: dict[str, Any] = {**names, **subject.columns, **sizes, "mean_nnz": generation.mean_nonzeros()}
-        yield compare(alternatives, device, config.timing, config.metrics, **columns)
+        yield compare(alternatives, device, config.timing, MODEL_METRICS, **columns)
 
 
 def main(config: BenchGenerateConfig, report: Callable[..., None] | None = None) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import SECTION_4, SequenceBenchConfig
+from experiments.bench.options import MODEL_METRICS, SECTION_4, SequenceBenchConfig
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.output import Rows, dtype_of
@@ -251,7 +251,7 @@ def _compare(
         [alternative(form, size) for form, size in sizes.items()],
         workload.device,
         config.timing,
-        config.metrics,
+        MODEL_METRICS,
         tokens=least * config.sequence,
         **workload.columns(max(sizes.values())),
     )

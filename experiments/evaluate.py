@@ -54,9 +54,6 @@ class EvaluateConfig:
         "folder with <task>.jsonl[.xz|.gz] (their form: experiments/DATA_CARD.md), or hub for the harness's own data; "
         "empty: no tasks",
     )
-    names: list[str] = option(
-        list(TASKS), "tasks to score", source="the paper, table 6", required=True, distinct=True, choices=tuple(TASKS)
-    )
     limit: int | None = option(None, "items of each task, from its beginning; null: all", minimum=1)
     data: str = option(
         "",
@@ -122,7 +119,7 @@ def score_tasks(lm: LM, config: EvaluateConfig) -> tuple[dict[str, TaskScore], d
     from experiments.data.tasks import hub_task, local_task, score
 
     scores, absent = {}, {}
-    for name in config.names:
+    for name in TASKS:
         try:
             task = hub_task(name) if config.tasks == HUB else local_task(Path(config.tasks), name)
             scores[name] = score(lm, task, config.limit)
@@ -149,9 +146,8 @@ def task_rows(scores: Mapping[str, TaskScore], absent: Mapping[str, str], column
 
 
 def _mean(metric: str, scores: Mapping[str, TaskScore], absent: Mapping[str, str]) -> dict[str, Any]:
-    if missing := [name for name in TASKS if name not in scores]:
-        reason = next(iter(absent.values())) if absent and not scores else f"not scored: {', '.join(missing)}"
-        return {"missing": reason}
+    if absent:
+        return {"missing": f"not scored: {', '.join(absent)}" if scores else next(iter(absent.values()))}
     # Normalised where asked for and defined.
     pairs = [
         (result.accuracy, result.accuracy_error)
@@ -177,7 +173,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = device_of(config.device)
     with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, None, device)
+        subject = load_subject(config.checkpoint, device)
         lm = language_model(subject, config.batch) if config.tasks else None
         columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
         protocol = task_protocol(config.tasks, config.limit)
@@ -187,13 +183,13 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
         log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
         if report:
             report(1, 2, cross_entropy=value)
-        scores, absent = score_tasks(lm, config) if lm else ({}, dict.fromkeys(config.names, NO_TASKS))
+        scores, absent = score_tasks(lm, config) if lm else ({}, dict.fromkeys(TASKS, NO_TASKS))
         rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
         write_results(folder, rows, config)
     for name, result in scores.items():
         log.info("%s: %.1f%% (normalised %s) of %d items", name, result.accuracy, result.accuracy_norm, result.items)
     if config.tasks and absent:
-        raise TasksMissing(f"{len(absent)} of {len(config.names)} tasks could not be scored: {', '.join(absent)}")
+        raise TasksMissing(f"{len(absent)} of {len(TASKS)} tasks could not be scored: {', '.join(absent)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
@@ -45,11 +45,10 @@ class GatherConfig:
     data: str = option(
         "",
         "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
-        "model was trained on. Of hf: as much is read as it takes to have `tokens` of the split",
+        "model was trained on. Validation split: of hf: as much is read as it takes to hold out `tokens`",
         pattern=TEXT_SOURCE,
         described=A_TEXT_SOURCE,
     )
-    split: Literal["validation", "train"] = option("validation", "which part of the text is read")
     tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7, minimum=1)
     sequence: int = option(
         0, "tokens of one sequence; 0: as the model was trained", unit="tokens", minimum=0, maximum=LARGEST_SIZE
@@ -60,15 +59,6 @@ class GatherConfig:
         "sizes of the groups of consecutive tokens; those that are longer than a sequence are left out",
         unit="tokens",
         required=True,
-        distinct=True,
-        minimum=1,
-    )
-    dead_windows: list[int] = option(
-        [2**15, 2**17, 2**20],
-        "numbers of tokens over which a neuron that never fires counts as dead; windows that "
-        "the text does not fill are left out",
-        unit="tokens",
-        source="2^20 is one optimizer step of the paper, its definition of dead",
         distinct=True,
         minimum=1,
     )
@@ -93,7 +83,7 @@ def gather(
 
     device, sequence = subject.model.device, config.sequence or subject.sequence_length
     vocabulary = subject.loaded.config.vocab_size
-    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens, config.dead_windows)
+    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens)
     for ids_BS in batches:
         # What fires in training is what is counted.
         with torch.autocast(device.type, torch.bfloat16, enabled=subject.autocast):
@@ -139,11 +129,11 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
 
     device = device_of(config.device)
     with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, None, device)
+        subject = load_subject(config.checkpoint, device)
         _choose_backend(subject, config.backend)
         if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
             log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
-        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
+        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
         gatherer = gather(subject, batches, config, report)
         error, tokens = gatherer.check(), gatherer.layers[0].tokens
         names = {"study": config.run.study, "item": config.run.name(PROGRAM)}

@@ -27,6 +27,7 @@ from experiments.run.files import sha256_file, sha256_json, write_atomic
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+CELL_SECONDS = 600  # at most
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +40,6 @@ class NotebooksConfig:
     )
     results: str = option("", "results to read: a folder made by analysis.build; empty: all committed results")
     out: str = option("runs/notebooks", "folder for the executed copies", required=True)
-    timeout: int = option(600, "maximum time for one cell", unit="s", minimum=1)
 
 
 def results_hash(results: Path | None) -> str:
@@ -60,7 +60,7 @@ def cells_hash(notebook: NotebookNode) -> str:
     return sha256_json([[cell.cell_type, cell.source] for cell in notebook.cells])
 
 
-async def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
+async def execute(path: Path, results: Path | None, out: Path) -> Path:
     """Execute one notebook (results=None: on all committed results). The copy with its outputs is written even if a
     cell fails.
 
@@ -74,7 +74,7 @@ async def execute(path: Path, results: Path | None, out: Path, timeout: int) -> 
     environment = os.environ | {"TWELL_RESULTS": str(results.resolve()) if results else ""}
     places = {"metadata": {"path": str(path.parent)}}
     # Without the times of cells and the version of Python, which would differ each time.
-    client = NotebookClient(notebook, timeout=timeout, resources=places, record_timing=False)
+    client = NotebookClient(notebook, timeout=CELL_SECONDS, resources=places, record_timing=False)
     try:
         await client.async_execute(env=environment)
     finally:
@@ -102,7 +102,7 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
 
     async def one(path: Path) -> None:
         async with cores:
-            log.info("%s -> %s", path, await execute(path, results, Path(config.out), config.timeout))
+            log.info("%s -> %s", path, await execute(path, results, Path(config.out)))
 
     async def each() -> None:
         for done, finished in enumerate(asyncio.as_completed([one(path) for path in paths])):

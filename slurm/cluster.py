@@ -109,12 +109,6 @@ class ClusterConfig(Resources):
     signal_seconds: int = option(
         120, "how long before its time limit a job is told to stop", unit="s", minimum=1, maximum=LONGEST_SIGNAL_SECONDS
     )
-    max_timeouts: int = option(
-        100,
-        "how often a training is requeued after its time limit; preemption does not count",
-        minimum=0,
-        maximum=1_000_000,
-    )
     python: list[str] = option([], "command of Python, for instance that of a container; empty: this interpreter")
     modules: list[str] = option([], "environment modules to load")
     setup: list[str] = option([], "lines of shell to run before, exactly as they stand")

@@ -27,7 +27,7 @@ from slurm.display import Display
 from slurm.fork_server import ForkServer
 from slurm.job import ItemJob
 from slurm.records import LOGS, QUEUE, Job, note_submitted, now, read_report
-from slurm.sbatch import outside_of_jobs
+from slurm.sbatch import MOST_TIMEOUTS, outside_of_jobs
 from slurm.snapshot import Snapshot
 from slurm.states import without_a_word
 
@@ -238,7 +238,7 @@ class LocalQueue:
         visible = shlex.quote(",".join(self._gpu_names[gpu] for gpu in gpus))
         executor = LocalExecutor(
             folder=self._folder / LOGS,
-            max_num_timeout=cluster.max_timeouts,
+            max_num_timeout=MOST_TIMEOUTS,
             python=f"env CUDA_VISIBLE_DEVICES={visible} {python}",
         )
         executor.update_parameters(

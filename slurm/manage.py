@@ -28,7 +28,7 @@ from slurm.records import CLUSTER, RUNS, note_submitted, read_launcher, read_sub
 from slurm.states import ALIVE, ItemState, failed_ones, item_states
 
 TRACEBACKS = 5
-# Between two looks at a log; at the state of its job, for which the scheduler is asked; at jobs that are cancelled.
+# Between two looks at a log; at the state of jobs, for which the scheduler is asked; at jobs that are cancelled.
 READ_SECONDS, STATE_SECONDS, POLL_SECONDS = 0.5, 10.0, 3.0
 _BLOCK_BYTES = 1 << 16
 
@@ -75,13 +75,6 @@ class StatusConfig(SubmittedStudy):
     """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time taken and left."""
 
     all: bool = option(False, "on a terminal: every item, however many")
-    every: float = option(
-        10.0,
-        "time between two looks on a terminal; each asks the scheduler once",
-        unit="s",
-        minimum=0.1,
-        maximum=24 * 3600,
-    )
 
 
 def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
@@ -107,7 +100,7 @@ def status(config: StatusConfig) -> None:
             live.update(table(title, rows, None if config.all else console.height - 4), refresh=True)
             if not any(entry.state in ALIVE for entry in states.values()):
                 break
-            time.sleep(config.every)
+            time.sleep(STATE_SECONDS)
             rows, states = lines(config.folder)
             title = summary(config.folder.name, (line.state for line in rows))
     console.print(tracebacks(states), markup=False, highlight=False)
@@ -130,12 +123,10 @@ def tracebacks(states: Mapping[str, ItemState]) -> str:
 
 @dataclass
 class LogConfig(SubmittedStudy):
-    """Print the log of an item's latest job."""
+    """Print the log of an item's latest job: that of its first process; those of others lie beside it."""
 
     item: str = option("", "name of the item; may be left out where the study has one only")
     follow: bool = option(False, "go on printing until the job ends")
-    lines: int = option(0, "only the last lines, so many; 0: all", minimum=0)
-    process: int = option(0, "which of the job's processes", minimum=0)
 
 
 def log(config: LogConfig) -> None:
@@ -153,15 +144,10 @@ def log(config: LogConfig) -> None:
     if job is None:
         raise RunError(f"{name} has no job yet ({state.value}): slurm.submit starts it")
     path = Path(job.log)
-    if config.process:  # submitit: 17_0_log.out, 17_1_log.out
-        path = path.with_name(f"{path.name.removesuffix('_0_log.out')}_{config.process}_log.out")
     print(f"==> {path} ({name}, {state.value}) <==", flush=True)
     if not config.follow and not path.is_file():
         raise RunError(f"{path} does not exist yet: the job is {state.value}; follow=true waits for it")
     position, looked = 0, time.monotonic()
-    if config.lines and path.is_file():
-        data = path.read_bytes()
-        position = len(data) - len(b"".join(data.splitlines(keepends=True)[-config.lines :]))
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
         while True:
             if path.is_file():

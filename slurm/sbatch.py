@@ -21,6 +21,8 @@ from slurm.cluster import ClusterConfig
 from slurm.job import ItemJob
 from slurm.snapshot import Snapshot
 
+MOST_TIMEOUTS = 100  # of a job: how often submitit requeues it after its time limit; preemption does not count
+
 
 @dataclass
 class Group:
@@ -133,7 +135,7 @@ def submit_slurm(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         python = shlex.join(cluster.python or [sys.executable])
-        executor = SlurmExecutor(folder=folder, max_num_timeout=cluster.max_timeouts, python=python)
+        executor = SlurmExecutor(folder=folder, max_num_timeout=MOST_TIMEOUTS, python=python)
         executor.update_parameters(**parameters)
         with outside_of_jobs(), executor.batch():
             submitted = [executor.submit(job) for job in jobs]

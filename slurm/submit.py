@@ -6,13 +6,13 @@
     python -m slurm.submit study=l1_sweep cluster=slurm              # experiments/studies/l1_sweep.yaml
     python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the sbatch files, submit nothing
 
-`cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this
-time. Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`,
-`runs`, `figures`, ...). Several values of an experiment's option, separated by commas, are several runs; a comma that
-belongs to a value is written with a backslash before it. What is done is not run again, what waits or runs is not
-submitted again. On SLURM the command returns at once; on this machine it waits, and Ctrl-C stops the runs after a
-checkpoint. `python -m slurm.status` shows how far all is, `slurm.log` what a run prints, `slurm.collect` gathers
-results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
+`cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this time.
+Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`, `runs`,
+...). Several values of an experiment's option, separated by commas, are several runs; a comma that belongs to a value
+is written with a backslash before it. What is done is not run again, what waits or runs is not submitted again. On
+SLURM the command returns at once; on this machine it waits, and Ctrl-C stops the runs after a checkpoint. `python -m
+slurm.status` shows how far all is, `slurm.log` what a run prints, `slurm.collect` gathers results, `slurm.resubmit`
+tries again what failed, `slurm.cancel` ends it.
 """
 
 from __future__ import annotations

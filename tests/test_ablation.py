@@ -16,7 +16,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def plain_loss(checkpoint, tokens):
-    subject = load_subject(checkpoint, None, torch.device("cpu"))
+    subject = load_subject(checkpoint, torch.device("cpu"))
     (ids,) = subject.batches(64, max_tokens=tokens)
     with torch.no_grad():
         logits = subject.model(input_ids=ids[:, :-1]).logits
@@ -38,7 +38,7 @@ def test_shares_of_the_non_zeros_are_removed_and_at_last_the_blocks(checkpoint):
     assert left[1] == pytest.approx(0.75, abs=0.02)
     assert left[2] == pytest.approx(0.5, abs=0.02)
     assert left[3] < 0.01
-    subject = load_subject(checkpoint, None, torch.device("cpu"))
+    subject = load_subject(checkpoint, torch.device("cpu"))
     for layer in subject.model.model.layers:
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     (ids,) = subject.batches(64, max_tokens=512)

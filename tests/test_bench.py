@@ -147,13 +147,9 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
 
 
 def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypatch):
-    known = {"dense": Availability(True, ""), "hopper": Availability(False, "needs an H100")}
-    monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
-    monkeypatch.setattr(feedforward, "why_not", lambda name, device: None if known[name].ok else known[name].reason)
+    monkeypatch.setattr(feedforward, "why_not", lambda name, device: "needs an H100")
     found = alternatives(problem, ["dense_eager"], ["hopper"])
     assert found[1] == Absent("hopper", "twell", "needs an H100")
-    with pytest.raises(ValueError, match="gpu"):
-        alternatives(problem, [], ["gpu"])
 
 
 @pytest.mark.parametrize(
@@ -361,8 +357,7 @@ def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
 
 
 def test_a_wrong_order_of_suffixes_is_reported(problem):
-    message = r"reference, .* each also with \+hot, \+backup, \+hot\+backup, \+ordered or \+live, got 'reference\+b"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'reference\+backup'"):
         alternatives(problem, [], ["reference+backup+hot"], blocks=1)
 
 
@@ -546,14 +541,14 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def decoder(runs):
     """In bfloat16, with 2 sequences of 32 tokens."""
-    model = load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model
+    model = load_subject(str(runs["relu_l1_1e-3"]), CPU, torch.bfloat16).model
     return Decoder(model, torch.arange(64).view(2, 32) % 16)
 
 
 @pytest.fixture
 def step(runs):
     """With products in bfloat16."""
-    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
+    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), CPU).model, torch.bfloat16)
 
 
 def test_forward_rows_of_models_and_layers(runs, tmp_path):
@@ -572,7 +567,7 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
 
 def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
     options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    rows = rows_of(bench_forward, tmp_path, *options, "metrics=[time]", "random_ids=true")
+    rows = rows_of(bench_forward, tmp_path, *options, "random_ids=true")
     text, random = ([row for row in rows if row["op"].endswith("_random_ids") == here] for here in (False, True))
     means = [{row["pattern"]: row["mean_nnz"] for row in rows} for rows in (text, random)]
     assert list(means[0]) == list(means[1]) == ["relu_l1_1e-3", "relu_l1_1e-3/layer0", "relu_l1_1e-3/layer1"]
@@ -583,16 +578,14 @@ def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
 def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     """The decoder itself is timed with the plain backends alone."""
     options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    options += ["metrics=[time]", "backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"]
-    rows = rows_of(bench_forward, tmp_path, *options)
+    options += ["backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"]
+    rows = [row for row in rows_of(bench_forward, tmp_path, *options) if row["metric"] == "time"]
     assert [row["plan"] for row in rows if row["op"] == "model_forward"] == ["dense", "twell"]
     layers = [(row["layer"], row["plan"]) for row in rows if row["op"] == "ffn_forward"]
     plans = ("dense", "dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live")
     assert layers == [(layer, plan) for layer in (0, 1) for plan in plans]
     assert all((row["silent"] is not None) == row["plan"].endswith("_live") for row in rows)
     assert all((row["screened"] == 0) == (row["plan"] in ("twell_ordered", "twell_live")) for row in rows)
-    blocks = rows_of(bench_forward, tmp_path / "blocks", *options, "whole_model=false")
-    assert {row["op"] for row in blocks} == {"ffn_forward"}
 
 
 @pytest.mark.parametrize(
@@ -602,7 +595,6 @@ def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
             (bench_kernels, f"backends=[dense{s}]", f"those that fire (+live), got 'dense{s[:4]}")
             for s in SUFFIXES[:-1]
         ),
-        (bench_forward, "whole_model=false per_layer=false", "nothing is left to time"),
         (
             bench_forward,
             "backends=[reference+hot] per_layer=false",
@@ -611,8 +603,6 @@ def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
         (bench_forward, "backends=[reference+backup]", "only training has a dense backup, got 'reference+backup'"),
         (bench_forward, "backends=['']", "must be one of auto, dense, "),
         (bench_forward, "backends=[cuda]", "must be one of auto, dense, "),
-        (bench_forward, "metrics=[host_time]", "got 'host_time'"),
-        (bench_training, "metrics=[host_time]", "got 'host_time'"),
         *((bench_training, f"backends=[{n}]", f"got '{n.removesuffix('+backup')}'") for n in NOT_OF_MODELS),
         *((bench_training, f"backends=[{n}+backup]", "only a sparse backend has a dense") for n in ("auto", "dense")),
     ],
@@ -623,18 +613,18 @@ def test_options_that_are_refused(program, option, message):
 
 
 def test_wrong_hidden_states_are_refused(runs, monkeypatch):
-    subject = load_subject(str(runs["nongated"]), None, CPU, torch.bfloat16)
+    subject = load_subject(str(runs["nongated"]), CPU, torch.bfloat16)
     decoder = Decoder(subject.model, subject.text(3, 32)[:, :-1])
     forward = decoder.forward
     monkeypatch.setattr(
         decoder, "forward", lambda backend, **o: forward(backend, **o) * (1.1 if backend == "reference" else 1)
     )
     with pytest.raises(CheckFailed, match="reference"):
-        decoder_alternatives(decoder, ["dense_eager"], ["reference"], 2)
+        decoder_alternatives(decoder, ["dense_eager"], ["reference"])
 
 
 def test_the_decoder_as_is_fastest_for_each_layer(decoder, monkeypatch):
-    (absent,) = decoder_alternatives(decoder, [], ["auto"], 1)
+    (absent,) = decoder_alternatives(decoder, [], ["auto"])
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
 
     def choose(model, ids, **named):
@@ -645,7 +635,7 @@ def test_the_decoder_as_is_fastest_for_each_layer(decoder, monkeypatch):
         return Tuning([Choice(plans[0], 9.0, {dense: 1.0}), Choice(plans[1], 3.0, {dense: 2.0, hot: 1.0})])
 
     monkeypatch.setattr(decoder_module, "autotune", choose)
-    (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
+    (candidate,) = decoder_alternatives(decoder, [], ["auto"])
     assert (candidate.backend, candidate.plan) == ("reference", "by_layer")
     decoder.set("reference")
     assert [block.plan for block in decoder.blocks] == [Plan("reference")] * 2, "the choices were for auto"
@@ -679,7 +669,7 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(decoder, monkeypatch
 def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(decoder):
     """They take turns, with weights laid out for dense products and for sparse backends."""
     wanted = decoder.forward("dense")
-    dense, eager, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"], 1)
+    dense, eager, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"])
     assert [a.backend for a in (dense, eager, sparse)] == ["dense_compiled", "reference", "reference_compiled"]
     assert eager.plan == sparse.plan == "twell"
     for candidate in (dense, sparse, eager, dense, sparse):
@@ -716,8 +706,8 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingStep, "_backward", backward)
     options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
-    options += ["backends=[reference+backup,auto,hopper+backup,reference]", "metrics=[throughput]"]
-    rows = rows_of(bench_training, tmp_path, *options)
+    options += ["backends=[reference+backup,auto,hopper+backup,reference]"]
+    rows = [row for row in rows_of(bench_training, tmp_path, *options) if row["metric"] == "throughput"]
     found = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["value"] is not None}
     assert found == {("dense_eager", "dense", None), ("reference", "hybrid", None), ("reference", "hybrid", 0.125)}
     missing = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["missing"]}
@@ -729,7 +719,7 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["relu_l1_1e-3", "silu"])
 def test_dense_transformers_is_transformers(runs, name):
     """Hidden states, loss and gradients to the last bit; other forms then run the package's block again."""
-    subject = load_subject(str(runs[name]), None, CPU)
+    subject = load_subject(str(runs[name]), CPU)
     plain = LlamaForCausalLM(subject.model.config)
     plain.load_state_dict(subject.model.state_dict())
     assert type(plain.model.layers[0].mlp) is LlamaMLP
@@ -762,7 +752,7 @@ def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
 
 
 def test_a_training_step_changes_no_weight(runs):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
     step = TrainingStep(subject.model, torch.bfloat16)
     for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
@@ -777,7 +767,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda name: alone if name == fragile_backend.NAME else get(name))
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
     step._capacities = [1] * len(step.blocks)
@@ -805,7 +795,7 @@ def sparse_forms_take(monkeypatch, *milliseconds):
 
 def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     few, many = subject.text(1, 32), subject.text(4, 32)
     sparse_forms_take(monkeypatch, 1.0, 4.0, 1.0, 4.0)
@@ -850,7 +840,7 @@ def test_every_way_to_compile_gives_the_same_step(step, monkeypatch):
 
 
 def test_a_wrong_gradient_is_refused(runs, monkeypatch):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     form = Form("reference", "reference", 1e-3)
     step.check(form, subject.text(1, 32))
@@ -906,7 +896,7 @@ def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the
 
 @pytest.mark.slow
 def test_a_wrong_loss_is_refused(runs, monkeypatch):
-    step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, torch.bfloat16)
+    step = TrainingStep(load_subject(str(runs["silu"]), CPU).model, torch.bfloat16)
     form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
     gradients = step._gradients
     monkeypatch.setattr(step, "_loss_of", lambda form: step._loss)  # uncompiled
@@ -926,7 +916,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
     monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
     monkeypatch.setattr(common, "REFERENCE", "")  # it is tried, too
     sparse_forms_take(monkeypatch, *[4.0, 4.0, 1.0, 1.0] * 2)
-    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     (form,) = forms(step, [], ["auto"], 1e-3)
     make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
@@ -996,7 +986,7 @@ def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch,
     """What it left would count in the peak of the next size that is tried, and end the search too early."""
     run = str(runs["relu_l1_1e-3"])
     config = configured(bench_training, f"checkpoints=[{run}]", "sequence=32", "dense=[]")
-    workload = bench_training.Workload(load_subject(run, None, CPU), config, CPU)
+    workload = bench_training.Workload(load_subject(run, CPU), config, CPU)
     (form,) = workload.forms
 
     def graphs():
@@ -1025,7 +1015,7 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: min(len(ran), 2) if steady else len(ran))
     options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
     config = configured(bench_training, *options)
-    workload = bench_training.Workload(load_subject(str(runs["silu"]), None, CPU), config, CPU)
+    workload = bench_training.Workload(load_subject(str(runs["silu"]), CPU), config, CPU)
     (form,) = workload.forms
     with contextlib.nullcontext() if steady else pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
         workload._try(form, 2)
@@ -1128,10 +1118,10 @@ def compared(runs, tmp_path, monkeypatch):
         monkeypatch.setattr(bench_training.Workload, "can_search", True)
         monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda _, form: sizes.get(form.name, largest))
         monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
-        options = [f"checkpoints=[{runs[run]}]", "sequence=32", "metrics=[throughput]", *options]
+        options = [f"checkpoints=[{runs[run]}]", "sequence=32", *options]
         at = {}
         for row in rows_of(bench_training, tmp_path, *options):
-            if row["value"]:
+            if row["metric"] == "throughput" and row["value"]:
                 at.setdefault(row["tokens"] // 32, {})[row["backend"]] = row["baseline"]
         return at
 

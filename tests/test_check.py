@@ -193,11 +193,10 @@ def test_the_criteria_hold_for_other_rounding_and_fail_for_a_fault():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["studdy=demo"], "wanted study=, source=, strict= or show="),
-        (["study="], "wanted study=, source=, strict= or show="),
+        (["studdy=demo"], "wanted study=, source= or strict="),
+        (["study="], "wanted study=, source= or strict="),
         (["strict=yes"], "wanted true or false"),
         (["study=demo", "study=demo"], "study is given twice"),
-        (["show=some"], "wanted worst or all"),
         (["study=demmo"], "study=demmo: wanted one of demo, "),
         (["study=demo", "source=/does/not/exist"], "/does/not/exist is not a folder"),
         (["study=demo", f"source={FIGURES / 'h200'}"], "has no rows of the study demo"),

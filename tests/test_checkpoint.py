@@ -48,7 +48,8 @@ def tensors(seed):
 def write(run_dir, step, keep=10):
     state = {"tokens": step * 512, "random": [None]}
     content = Checkpoint(step, tensors(step), tensors(step + 1), state, {"metrics.jsonl": b"step %d and more\n" % step})
-    return write_checkpoint(run_dir, content, keep=keep)
+    write_checkpoint(run_dir, content, keep=keep)
+    return checkpoint_path(run_dir, step)
 
 
 def same(one, other):

@@ -35,7 +35,7 @@ from experiments.data.batches import TokenStream, open_sources, prepare_text, pr
 from experiments.data.encode import Encoder, chunk_pattern
 from experiments.data.held_out import document_share
 from experiments.data.sources import open_source
-from experiments.data.token_files import open_token_folder
+from experiments.data.token_files import Header
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
 from experiments.run.errors import ConfigError, DataError, RunError, StorageError
 from experiments.run.files import sha256_file, storage_errors, write_checksums
@@ -194,19 +194,17 @@ def test_a_record_without_text_is_skipped_and_counted(name, write, tmp_path, cap
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"{records - len(TEXTS)} of {records} records without text are skipped, the first: ")
     assert str(tmp_path / name) in warning
-    with pytest.raises(DataError, match="skip_records=0"):
-        documents(f"path:{tmp_path / name}", skip_records=0)
 
 
-@pytest.mark.parametrize(("without", "skip_records", "accepted"), [(5, 0.05, True), (6, 0.05, False), (9, 0.5, True)])
-def test_too_many_records_without_text_are_an_error(without, skip_records, accepted, tmp_path):
+@pytest.mark.parametrize(("without", "accepted"), [(10, True), (11, False)])
+def test_too_many_records_without_text_are_an_error(without, accepted, tmp_path):
     name, write = jsonl(*['{"body": "a"}'] * without)
     write(tmp_path / name)
     if accepted:
-        assert documents(f"path:{tmp_path}", skip_records=skip_records) == TEXTS
+        assert documents(f"path:{tmp_path}") == TEXTS
     else:
-        with pytest.raises(DataError, match=r"a.jsonl, line 61: no text under 'text'; .* data.skip_records=0.05"):
-            documents(f"path:{tmp_path}", skip_records=skip_records)
+        with pytest.raises(DataError, match=r"a.jsonl, line 61: no text under 'text'; .* at most 10% of a file's"):
+            documents(f"path:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -697,7 +695,7 @@ def test_token_files_are_made_once(config, monkeypatch):
     first = prepare_tokens(config, tokenizer)
     assert first.train.dtype == numpy.uint16
     assert not first.train.flags.writeable
-    header = open_token_folder(token_folder(config)).header
+    header = Header(**json.loads((token_folder(config) / "header.json").read_text()))
     assert header.documents["train"] + header.documents["validation"] == len(TEXTS)
     assert sum(header.text_bytes.values()) == sum(map(len, TEXTS))
     assert (header.tokenizer, header.end_token) == (tokenizer_key(tokenizer), tokenizer.eos_token_id)
@@ -940,7 +938,7 @@ def test_a_split_that_is_not_read_is_not_checked(config):
     flip_a_bit(token_folder_after_preparing(config) / "train.bin")
     assert next(text_batches(config, bpe(), 16, 4)).shape == (4, 17)
     with pytest.raises(DataError, match=r"train.bin is damaged"):
-        next(text_batches(config, bpe(), 16, 4, split="train"))
+        prepare_tokens(config, bpe())
     assert len(prepare_tokens(config, bpe(), checked=()).train)
 
 
@@ -964,8 +962,8 @@ def test_ids_beyond_the_vocabulary_name_their_file(config):
     stream = TokenStream(tokens.train, 16, seed=0, vocab_size=400)
     with pytest.raises(DataError, match=r"there is a token 65\d+ in .*train.bin, but the model has 400 rows"):
         stream.samples(0, stream.windows)
-    with pytest.raises(DataError, match=r"but the model has 300 rows"):
-        list(text_batches(config, bpe(), 16, 4, split="train", vocab_size=300))
+    with pytest.raises(DataError, match=r"but the model has 1 rows"):
+        list(text_batches(config, bpe(), 16, 4, vocab_size=1))
 
 
 def token_folder_after_preparing(config):

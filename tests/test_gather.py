@@ -195,7 +195,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
 
     loaded = load_trained(run)
     blocks, total = feed_forward_blocks(loaded.model), [0, 0]
-    subject = load_subject(str(run), None, torch.device("cpu"))
+    subject = load_subject(str(run), torch.device("cpu"))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=IN_BFLOAT16 in arguments):
         for batch in subject.batches(3, 0, 512):
             loaded.model(batch[:, :-1])
@@ -242,12 +242,6 @@ def test_dead_neurons_are_counted_over_whole_windows_however_the_text_is_cut(bat
     assert counter.fraction() == pytest.approx((~windows_WTN.any(1)).double().mean().item())
 
 
-def test_a_window_longer_than_the_text_has_no_dead_fraction():
-    counter = DeadCounter(10, 4, "cpu")
-    counter.add(torch.ones((9, 4), dtype=torch.bool))
-    assert counter.fraction() is None
-
-
 def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
     run = make_run(tmp_path, "run")  # 32 positions
     with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):
@@ -277,24 +271,23 @@ def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path, caplog):
     assert set(pandas.read_parquet(out / "nonzeros_unions.parquet").group) == {16}
 
 
-@pytest.mark.parametrize("split", ["validation", "train"])
 @pytest.mark.parametrize("names", ["0 1 2", "train-0 val-1 test-2"])
-def test_of_another_folder_all_is_read_or_the_split_that_its_names_say(tmp_path, split, names):
-    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+def test_of_another_folder_all_is_read_or_the_validation_split_that_its_names_say(tmp_path, names):
+    subject = load_subject(str(make_run(tmp_path)), torch.device("cpu"))
     folder = tmp_path / "mine"
     folder.mkdir()
     texts = {name: f"{name} " + f"the dog of {name} sat on the mat. " * 30 for name in names.split()}
     for name, text in texts.items():
         (folder / f"{name}.txt").write_text(text)
-    ids = torch.cat([batch[:, :-1] for batch in subject.batches(4, data=f"path:{folder}", split=split)])
+    ids = torch.cat([batch[:, :-1] for batch in subject.batches(4, data=f"path:{folder}")])
     text = subject.loaded.tokenizer.decode(ids.flatten())
-    read = {"validation": ["val-1"], "train": ["train-0"]}[split] if "train-0" in names else list(texts)
+    read = ["val-1"] if "train-0" in names else list(texts)
     assert [name for name in texts if f"dog of {name} " in text] == read
     assert len(text) > sum(len(texts[name]) for name in read) - 200, "but for an incomplete sequence at its end"
 
 
 def test_the_folder_of_the_training_is_held_out_as_it_was(tmp_path):
-    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+    subject = load_subject(str(make_run(tmp_path)), torch.device("cpu"))
     for data in (f"path:{tmp_path}/text", f"path:{tmp_path}/runs/../text"):
         for one, other in zip(subject.batches(8), subject.batches(8, data=data), strict=True):
             assert torch.equal(one, other)

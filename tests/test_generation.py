@@ -103,7 +103,7 @@ def test_a_decoding_step_is_one_graph_whatever_the_backend(model, compiled_anywh
     counters = torch._dynamo.utils.counters
     counters.clear()
     generation = Generation(model, PROMPTS, 6)
-    found = generation.alternatives(["dense_eager", "dense_compiled"], ["reference"], 2)
+    found = generation.alternatives(["dense_eager", "dense_compiled"], ["reference"])
     assert [one.backend for one in found] == ["dense_eager", "dense_compiled", "reference", "reference_compiled"]
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
@@ -114,15 +114,15 @@ def test_a_decoding_step_is_one_graph_whatever_the_backend(model, compiled_anywh
 
 @pytest.mark.slow
 def test_backends_have_the_forms_of_dense_products(model, compiled_anywhere):
-    compiled = Generation(model, PROMPTS, 4).alternatives(["dense_compiled"], ["reference"], 2)
+    compiled = Generation(model, PROMPTS, 4).alternatives(["dense_compiled"], ["reference"])
     assert [one.backend for one in compiled] == ["dense_compiled", "reference_compiled"]
-    eager = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"], 2)
+    eager = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"])
     assert [one.backend for one in eager] == ["dense_eager", "reference"]
 
 
 def test_alternatives_share_weights_and_leave_the_model_as_it_was(model):
     before = {name: (weight.clone(), weight.stride()) for name, weight in model.named_parameters()}
-    dense, sparse = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"], 1)
+    dense, sparse = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"])
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name][0])
         assert weight.stride() == before[name][1]
@@ -139,7 +139,7 @@ def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
     with pytest.raises(CheckFailed, match="reference, logits of the new tokens"):
-        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"], 2)
+        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
 
 
 def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
@@ -150,7 +150,7 @@ def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
         lambda block, x: right(block, x) * (2.0 if block.plan.backend == "reference" else 1.0),
     )
     with pytest.raises(CheckFailed, match="reference, hidden states of the prompt"):
-        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"], 2)
+        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
 
     monkeypatch.setattr(generation_module, "autotune", choose)
     generation = Generation(model, PROMPTS, 6)
-    *_, auto, compiled = generation.alternatives(["dense_eager", "dense_compiled"], ["auto"], 2)
+    *_, auto, compiled = generation.alternatives(["dense_eager", "dense_compiled"], ["auto"])
     assert seen == [PROMPTS.tolist()], "once"
     assert [(one.backend, one.plan) for one in (auto, compiled)] == [
         *(("reference", "by_layer"), ("reference_compiled", "by_layer")),
@@ -187,7 +187,7 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
 
 
 def test_auto_says_why_there_is_nothing_to_choose(model):
-    (absent,) = Generation(model, PROMPTS, 4).alternatives([], ["auto"], 1)
+    (absent,) = Generation(model, PROMPTS, 4).alternatives([], ["auto"])
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
     assert "no sparse backend" in absent.reason
 

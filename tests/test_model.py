@@ -257,22 +257,12 @@ def test_what_hybrid_training_wrote_is_read_by_its_shape(gated, tmp_path):
     assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
 
 
-def test_where_the_shape_does_not_tell_the_layout_has_to_be_said(tmp_path, monkeypatch):
+def test_where_the_shape_does_not_tell_the_layout_the_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "N", K)
     model = publish(tmp_path)
     assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
     change(tmp_path, sparsity_use_hybrid_kernel=True)
-    with pytest.raises(
-        CheckpointError, match=r'are both 16, .* say "sparsity_down_proj_layout": "NK" in its config.json'
-    ):
-        load_pretrained(tmp_path)
-    change(tmp_path, sparsity_down_proj_layout="KN")
-    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
-    rewrite(tmp_path, transposed_down)
-    change(tmp_path, sparsity_down_proj_layout="NK")
-    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
-    change(tmp_path, sparsity_down_proj_layout="rows")
-    with pytest.raises(CheckpointError, match=r'sparsity_down_proj_layout must be "KN" or "NK", got \'rows\''):
+    with pytest.raises(CheckpointError, match=r'are both 16, .* set "sparsity_use_hybrid_kernel": false'):
         load_pretrained(tmp_path)
 
 

@@ -21,9 +21,8 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, sparse_ffn, sparsify
+from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, sparsify
 from twell.memory import in_rows, neuron_major
-from twell.testing import make_problem
 
 
 @pytest.fixture
@@ -71,21 +70,6 @@ def test_settings_take_effect_and_are_checked(block):
             block.plan = Plan.of(wrong)
     assert block.plan == plan
     assert Plan.of(json.loads(json.dumps(plan.as_dict()))) == plan
-
-
-@pytest.mark.parametrize(
-    ("name", "now"),
-    [("backend", "plan="), ("hot_prefix", "Plan.hot"), ("backend_up_to", "Plan.up_to"), ("stats_mode", "keep_stats")],
-)
-def test_a_setting_of_before_there_were_plans_is_refused_with_its_name_now(block, name, now):
-    for use in (
-        lambda: setattr(block, name, "dense"),
-        lambda: SparseFeedForward(16, 40, **{name: "dense"}),
-        lambda: sparsify(nn.Sequential(block), **{name: "dense"}),
-        lambda: sparse_ffn(*make_problem(3, 16, 40, 4), **{name: "dense"}),
-    ):
-        with pytest.raises(TypeError, match=f"there is no '{name}': use .*{now}"):
-            use()
 
 
 @pytest.mark.parametrize(("sizes", "name"), [((-1, 3), "hidden_size"), ((64, 128.0), "intermediate_size")])

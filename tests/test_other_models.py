@@ -68,7 +68,7 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
     found = rows(evaluate, evaluate.EvaluateConfig, tmp_path, folder, "evaluation_tokens=128", "batch=1")
     [row] = [row for row in found if row["metric"] == "validation_cross_entropy"]
     model = AutoModelForCausalLM.from_pretrained(folder[0]).eval()
-    subject = load_subject(str(folder[0]), None, torch.device("cpu"))
+    subject = load_subject(str(folder[0]), torch.device("cpu"))
     [*batches] = subject.batches(1, max_tokens=128, data=f"path:{folder[1]}")
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()) for ids in batches]
@@ -77,7 +77,7 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
 
 @pytest.mark.slow
 def test_its_forward_is_timed(folder, tmp_path):
-    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]", "metrics=[time]"]
+    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]"]
     arguments += ["dtype=float32", *(f"{t}.{key}" for t in ("timing", "layer_timing") for key in ("seconds=0.01",))]
     found = rows(bench_forward, bench_forward.BenchForwardConfig, tmp_path, folder, *arguments)
     assert {(row["op"], row["layer"], row["backend"]) for row in found} >= {
@@ -89,7 +89,7 @@ def test_its_forward_is_timed(folder, tmp_path):
 
 def test_its_generation_is_timed(folder, tmp_path):
     arguments = ["batch=[2]", "prompt=8", "new_tokens=4", "dense=[dense_eager]", "backends=[reference]"]
-    arguments += ["metrics=[time]", "dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
+    arguments += ["dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
     found = rows(bench_generate, bench_generate.BenchGenerateConfig, tmp_path, folder, *arguments)
     timed = {row["backend"]: row for row in found if row["metric"] == "time"}
     assert set(timed) == {"dense_eager", "reference"}
@@ -109,5 +109,5 @@ def test_a_model_that_sparsify_made_is_read_again(folder, tmp_path):
     config = Gemma2Config.from_pretrained(folder[0], hidden_activation="gelu_pytorch_tanh")
     model = sparsify(AutoModelForCausalLM.from_config(config), activation="relu")
     model.save_pretrained(tmp_path)
-    subject = load_subject(str(tmp_path), None, torch.device("cpu"))
+    subject = load_subject(str(tmp_path), torch.device("cpu"))
     assert len(feed_forward_blocks(subject.model)) == 2

@@ -8,7 +8,7 @@ from calls import run_ffn
 from pairwise import pairwise
 
 from twell import reference
-from twell.formats import CapacityError, Hybrid, TwELL
+from twell.formats import Hybrid, TwELL
 from twell.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -204,7 +204,7 @@ def test_hybrid_operations(problem, gate, width):
     assert torch.equal(h.to_dense(), gate)
     assert relative_error(reference.hybrid_l1(h), gate.sum() / 70) < 1e-14
     assert relative_error(reference.hybrid_to_dense(h, problem.w_up), gate @ problem.w_up) < 1e-14
-    transposed = reference.hybrid_transpose(h, width=width)
+    transposed = reference.hybrid_transpose(h)
     transposed.validate()
     assert transposed.shape == (300, 70)
     assert torch.equal(transposed.to_dense(), gate.t())
@@ -215,12 +215,6 @@ def test_hybrid_operations(problem, gate, width):
     # Values on one pattern combine entry by entry.
     product = reference.combine(torch.mul, h, u)
     assert relative_error(product.to_dense(), gate * whole) < 1e-14
-
-
-def test_twell_to_hybrid_follows_the_policy(gate):
-    packed = TwELL.from_dense(gate, on_overflow="grow")
-    with pytest.raises(CapacityError, match="backup holds 1"):
-        reference.twell_to_hybrid(packed, width=8, capacity=1, on_overflow="raise")
 
 
 def test_more_tokens_than_16_bits():

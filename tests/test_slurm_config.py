@@ -302,8 +302,8 @@ def test_nothing_in_an_sbatch_file_is_run_by_accident(tmp_path):
 def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # there is no SLURM here
     said = []
-    places = [f"runs={tmp_path / 'runs'}", f"figures={tmp_path / 'figures'}"]
-    submit(read_request(["study=six_runs", "cluster=slurm", "--dry-run", *places]), said.append)
+    place = f"runs={tmp_path / 'runs'}"
+    submit(read_request(["study=six_runs", "cluster=slurm", "--dry-run", place]), said.append)
     text = "\n".join(said)
     assert text.count("#!/bin/bash") == 2, "those of the text and of the trainings"
     assert "--array=0-5%6" in text
@@ -316,7 +316,7 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     )
     assert list(tmp_path.iterdir()) == []
     said.clear()
-    submit(read_request(["study=six_runs", "cluster=local", "--dry-run", *places]), said.append)
+    submit(read_request(["study=six_runs", "cluster=local", "--dry-run", place]), said.append)
     assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[7]
 
 

@@ -1103,12 +1103,6 @@ def test_the_log_of_an_item_is_followed_until_its_job_ends(study, monkeypatch, c
     monkeypatch.setattr(manage.time, "sleep", write_more)
     run(log, study, "item=a", "follow=true")
     assert capsysbinary.readouterr().out.endswith(b"(a, running) <==\nfirst\nsecond\n")
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
-    (study / ".jobs" / "7_1_log.out").write_text("of the second process\n")
-    run(log, study, "item=a", "lines=1")
-    assert capsysbinary.readouterr().out.endswith(b"<==\nsecond\n")
-    run(log, study, "item=a", "process=1")
-    assert capsysbinary.readouterr().out.endswith(b"<==\nof the second process\n")
 
 
 @pytest.mark.parametrize(

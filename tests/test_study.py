@@ -25,7 +25,7 @@ from slurm.submit import read_request
 
 
 def config_in(root, *arguments):
-    return load_study("smoke", [f"runs={root / 'runs'}", f"figures={root / 'figures'}", *arguments])
+    return load_study("smoke", [f"runs={root / 'runs'}", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,9 @@ def test_whatever_is_wrong_with_a_study_is_one_line_with_its_file_and_key(tmp_pa
     assert "\n" not in text
 
 
-def test_figures_lie_beside_the_runs_unless_told(tmp_path):
+def test_figures_lie_beside_the_runs(tmp_path):
     config = load_study("smoke", [f"runs={tmp_path}"])
     assert (config.folder, config.output) == (tmp_path / "smoke", tmp_path / "smoke.figures")
-    assert replace(config, figures="elsewhere").output == Path("elsewhere/smoke")
 
 
 def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):

@@ -110,13 +110,11 @@ class Drawn:
             FigureCanvasPdf(self.figure).print_pdf(buffer, metadata=metadata)
         return buffer.getvalue()
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path) -> None:
         """Write <name>.png, .pdf and .csv (the plotted data) into `folder`."""
-        paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf", "csv")]
-        paths[0].write_bytes(self.png)
-        paths[1].write_bytes(self.pdf())
-        self.data.to_csv(paths[2], index=False, lineterminator="\n", float_format="%.7g")
-        return paths
+        (folder / f"{self.name}.png").write_bytes(self.png)
+        (folder / f"{self.name}.pdf").write_bytes(self.pdf())
+        self.data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n", float_format="%.7g")
 
     def _repr_html_(self) -> str:
         """For notebooks: the picture with its caption."""

@@ -48,6 +48,7 @@ DENSE_FORMS = {
     OWN_DENSE: ("dense", True),
     FP8: (FP8, True),
 }
+CHECKED = 4  # sequences of a batch that are compared with float32
 
 
 class _Setting(NamedTuple):
@@ -169,20 +170,17 @@ def _forward_in_fp8(block: FeedForward, weights: Sequence[Any], x_BSK: Tensor) -
     return fp8.forward(x_BSK.flatten(0, 1), *weights, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
 
 
-def decoder_alternatives(
-    decoder: Decoder, dense: Sequence[str], backends: Sequence[str], check_sequences: int
-) -> list[Candidate | Absent]:
-    """Checked candidates for the forward of the decoder.
+def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Sequence[str]) -> list[Candidate | Absent]:
+    """Checked candidates for the forward of the decoder: the hidden states of some sequences are compared with float32.
 
     Args:
         dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. A model with SiLU has
             no blocks of this package's own. FP8 may be off by `fp8.TOLERANCE`.
-        check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
         CheckFailed: when they are off by more than rounding.
     """
-    sequences = evenly_spread(len(decoder.ids), check_sequences)
+    sequences = evenly_spread(len(decoder.ids))
     exact_CSK = decoder.exact(sequences)
 
     def error(backend: str, *, compiled: bool = False) -> float:
@@ -226,9 +224,9 @@ def chosen_backends(choices: Tuning, backends_of: Callable[[Plan], Iterable[str]
     return ", ".join(sorted(chosen - {"dense"})) or "dense", ""
 
 
-def evenly_spread(batch: int, count: int) -> list[int]:
-    """Indices of `count` sequences of the batch, the first and the last among them."""
-    return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
+def evenly_spread(batch: int) -> list[int]:
+    """Indices of the sequences of a batch that are compared: CHECKED of them, the first and the last included."""
+    return sorted({round(i * (batch - 1) / (CHECKED - 1)) for i in range(min(CHECKED, batch))})
 
 
 Error = Callable[..., float]  # of a backend, compiled or not

@@ -26,7 +26,7 @@ from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, 
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, Repeated, held_memory
-from experiments.timing.plans import SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
+from experiments.timing.plans import WITH_HOT, WITH_LIVE, Name, plan_of
 from twell import Plan, available_backends, sparse_ffn
 from twell.hot import hot_neurons
 from twell.memory import neuron_major
@@ -83,16 +83,8 @@ def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
 
 
 def unavailable(name: str, device: torch.device) -> str:
-    """Why the backend of this name cannot run on this device; empty if it can.
-
-    Raises:
-        ValueError: for a backend that does not exist.
-    """
-    known, backend = available_backends(device), Name.of(name).backend
-    if backend not in known:
-        also = f"each also with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-        raise ValueError(f"backends are {', '.join(known)}, {also}, got {name!r}")
-    return why_not(backend, device=device) or ""
+    """Why the backend of this name cannot run on this device; empty if it can."""
+    return why_not(Name.of(name).backend, device=device) or ""
 
 
 def alternatives(

@@ -138,20 +138,17 @@ class Generation:
         nonzeros = Decoder(_sharing(self._model), self.tokens).nonzeros()
         return sum(nonzeros) / len(nonzeros)
 
-    def alternatives(
-        self, dense: Sequence[str], backends: Sequence[str], check_sequences: int
-    ) -> list[Candidate | Absent]:
+    def alternatives(self, dense: Sequence[str], backends: Sequence[str]) -> list[Candidate | Absent]:
         """Checked candidates. Each backend is measured in the forms that dense products are: eager, compiled, or both.
 
         Args:
             dense: dense_eager and dense_compiled; empty: backends eager.
             backends: of `kernels`, or AUTO.
-            check_sequences: sequences of the batch, evenly spread, that are compared with float32.
 
         Raises:
             CheckFailed: when hidden states or logits are off by more than rounding.
         """
-        checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt), check_sequences))
+        checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt)))
         found = [
             self._alternative(name, "dense", lambda: self._with("dense"), checker, compiled=name == "dense_compiled")
             for name in dense

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from experiments.bench.options import ModelBenchConfig
 from experiments.models.subject import Subject, load_subject
 from experiments.run.output import Rows, device_of, dtype_of, results_folder, write_as_measured
+from experiments.run.train_config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +31,13 @@ def benchmark(
         report: is called with the number of models done, and of all.
     """
     device = device_of(config.device)
-    names: list[str] | list[None] = config.checkpoints or [None]
+    models: Sequence[str | ModelConfig] = config.checkpoints or [config.model]
 
     def parts() -> Iterator[Rows]:
-        for done, name in enumerate(names):
+        for done, model in enumerate(models):
             if report:
-                report(done, len(names))
-            subject = load_subject(name, config.model, device, dtype_of(dtype, device), config.seed)
+                report(done, len(models))
+            subject = load_subject(model, device, dtype_of(dtype, device), config.seed)
             log.info("%s: %s", subject.name, subject.columns)
             yield from rows_of(subject, device)
 

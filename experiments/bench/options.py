@@ -11,7 +11,7 @@ from experiments.run.config import option, section
 from experiments.run.output import OutputConfig, device_option
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig
 from experiments.run.values import LARGEST_SEED
-from experiments.timing.options import ALL_METRICS, TimingConfig
+from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, Name, plan_of
 from twell.names import check_name
 
@@ -26,7 +26,7 @@ SINGLE_OPS = (
 GATED_ONLY, NON_GATED_ONLY = ("gated_down", "dense_to_hybrid"), ("down",)
 SECTION_4 = "the paper, its measurements"
 # Held memory is that of one block; and host time takes several calls in a row, whose launches must fit into a queue.
-MODEL_METRICS = tuple(metric for metric in ALL_METRICS if metric not in ("held_memory", "host_time"))
+MODEL_METRICS = ("throughput", "time", "energy", "peak_memory")
 
 
 @dataclass
@@ -51,13 +51,6 @@ class ModelBenchConfig:
         "backends of kernels; auto: each layer dense or sparse, as is fastest; empty: every one but dense",
         distinct=True,
         check=check_name,
-    )
-    metrics: list[str] = option(
-        ["throughput", "time", "energy", "peak_memory"],
-        "what to measure",
-        required=True,
-        distinct=True,
-        choices=MODEL_METRICS,
     )
     device: str = device_option()
     seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)

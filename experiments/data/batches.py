@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
@@ -38,11 +38,7 @@ def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, S
     Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError` for
     missing text.
     """
-    options: dict[str, Any] = {
-        "text_field": config.text_field,
-        "skip_records": config.skip_records,
-        "cache_dir": config.cache_dir,
-    }
+    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
     if config.source.startswith("path:") and not config.validation:
         return open_path(config.source, listed=ask_hub, **options)
     options["ask_hub"] = ask_hub
@@ -137,7 +133,7 @@ def prepare_tokens(
             tokenizer_key=tokenizer_key(tokenizer),
             budget=Budget(config.max_tokens, config.validation_share if validation is None else None),
         )
-    splits = open_token_folder(path, checked).splits
+    splits = open_token_folder(path, checked)
     return Tokens(splits["train"][: config.max_tokens], splits["validation"], key, source)
 
 
@@ -219,18 +215,14 @@ def text_batches(
     sequence_length: int,
     batch: int,
     max_tokens: int | None = None,
-    split: Literal["validation", "train"] = "validation",
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
-    """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU (inputs and targets together).
+    """The held-out text in order: int64 [<= batch, sequence_length + 1], on the CPU (inputs and targets together).
 
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
     id that is not below `vocab_size`.
     """
-    sources = open_sources(config)
-    if sources[1] is None and config.validation_share == WHOLE:
-        split = "validation"
-    tokens = getattr(prepare_tokens(config, tokenizer, sources, checked=(split,)), split)
+    tokens = prepare_tokens(config, tokenizer, checked=("validation",)).validation
     count = count_windows(tokens, sequence_length, max_tokens, "name a longer text: data=...")
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length, vocab_size)

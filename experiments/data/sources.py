@@ -15,7 +15,7 @@ A file that is named is read. Of the files in a folder and its subfolders, also 
    data files without a split. val files are held out, and test files left out.
 
 The log lists what is read, and what is left out and why. A byte-order mark is no text. Records without a text are
-skipped and counted, up to a share of each file's.
+skipped and counted, up to a tenth of each file's.
 
 A source always yields the same documents in the same order, and has a key that identifies its content. For a data set
 of the hub, the key names its commit. The newest one is asked for once and noted in the cache folder. From then on the
@@ -51,7 +51,8 @@ from experiments.run.values import in_one_line
 # memory, and of a single file of some megabytes there are documents to hold out.
 TEXT_DOCUMENT_CHARACTERS = 1 << 16
 BYTE_ORDER_MARK = "\ufeff"
-SKIP_RECORDS = 0.1
+# Share of a file's records that may lack a text.
+_MOST_SKIPPED = 0.1
 # A file with fewer records may have as many without text as one of this many.
 _FEW_RECORDS = 100
 # Excluded: test data, code tables, and packages that pip installed beside the standard library.
@@ -85,7 +86,6 @@ def open_source(
     specification: str,
     *,
     text_field: str = "text",
-    skip_records: float = SKIP_RECORDS,
     split: Literal["train", "validation"] = "train",
     exclude: Iterable[Path] = (),
     cache_dir: str | None = None,
@@ -96,7 +96,6 @@ def open_source(
     Args:
         specification: stdlib, path:... or hf:...
         text_field: JSON key or parquet column that holds the text.
-        skip_records: the share of a file's records that may lack a text; 0: none.
         split: of a folder that is split by names, this part; "validation" is the training text where there is no other.
         exclude: files to skip in a folder.
         cache_dir: where the checksums of files and the commits of data sets of the hub are kept; None: nowhere.
@@ -109,11 +108,11 @@ def open_source(
     if specification == "stdlib":
         return _stdlib(cache_dir)
     if kind == "path" and rest:
-        options: dict[str, Any] = {"text_field": text_field, "skip_records": skip_records, "cache_dir": cache_dir}
+        options: dict[str, Any] = {"text_field": text_field, "cache_dir": cache_dir}
         train, validation = open_path(specification, exclude=exclude, listed=ask_hub, **options)
         return validation if validation is not None and split == "validation" else train
     if kind == "hf" and rest:
-        return _hub(rest, text_field, skip_records, cache_dir, ask_hub)
+        return _hub(rest, text_field, cache_dir, ask_hub)
     raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
 
 
@@ -140,7 +139,6 @@ def source_of_files(
     name: str,
     files: list[Path],
     text_field: str = "text",
-    skip_records: float = SKIP_RECORDS,
     cache_dir: str | None = None,
 ) -> Source:
     """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
@@ -155,9 +153,7 @@ def source_of_files(
     digests = _checksums(files, cache_dir)
     named = [[file.resolve().name, digest] for file, digest in zip(files, digests, strict=True)]
     key = sha256_json([text_field, named, *reading])
-    streams: list[Callable[[], Iterator[str]]] = [
-        functools.partial(read_file, file, text_field, skip_records) for file in files
-    ]
+    streams: list[Callable[[], Iterator[str]]] = [functools.partial(read_file, file, text_field) for file in files]
     return Source(name, key, streams, tuple(files))
 
 
@@ -168,16 +164,16 @@ def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
     return sha256_files(files, Path(cache_dir) / "checksums" / name)
 
 
-def read_file(path: Path, text_field: str = "text", skip_records: float = SKIP_RECORDS) -> Iterator[str]:
-    """The documents of one file, streamed. Raises `DataError` that names the file for damage, and for more records
-    without text than the share `skip_records`, or no others."""
+def read_file(path: Path, text_field: str) -> Iterator[str]:
+    """The documents of one file, streamed. Raises `DataError` that names the file for damage, and for too many records
+    without text, or no others."""
     try:
         if is_kind(path, *TEXT_SUFFIXES):
             yield from _read_text(path)
         elif is_kind(path, ".parquet"):
-            yield from _texts(_read_parquet(path, text_field), text_field, f"{path}, row", skip_records)
+            yield from _texts(_read_parquet(path, text_field), text_field, f"{path}, row")
         else:
-            yield from _texts(_read_json_lines(path), text_field, f"{path}, line", skip_records)
+            yield from _texts(_read_json_lines(path), text_field, f"{path}, line")
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing") from error
     except (*_DAMAGE, OSError) as error:
@@ -216,8 +212,8 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     raise DataError(f"{path}, line {number}: not JSON: {error}") from error
 
 
-def _texts(records: Iterable[tuple[int, Any]], text_field: str, place: str, limit: float) -> Iterator[str]:
-    """The texts of numbered records. Up to the share `limit` may have none: they are counted in the log."""
+def _texts(records: Iterable[tuple[int, Any]], text_field: str, place: str) -> Iterator[str]:
+    """The texts of numbered records. Up to the share _MOST_SKIPPED may have none: they are counted in the log."""
     skipped, count, first = 0, 0, ""
     for count, (number, record) in enumerate(records, 1):
         if not (problem := _problem(record, text_field)):
@@ -225,10 +221,9 @@ def _texts(records: Iterable[tuple[int, Any]], text_field: str, place: str, limi
             continue
         skipped += 1
         first = first or f"{place} {number}: {problem}"
-        if skipped > limit * max(count, _FEW_RECORDS):
-            raise DataError(
-                f"{first}; {skipped} of the first {count} records are without text, and data.skip_records={limit}"
-            )
+        if skipped > _MOST_SKIPPED * max(count, _FEW_RECORDS):
+            most = f"at most {_MOST_SKIPPED:.0%} of a file's may be"
+            raise DataError(f"{first}; {skipped} of the first {count} records are without text, and {most}")
     if skipped and skipped == count:
         raise DataError(f"{first}; no record has a text")
     if skipped:
@@ -286,14 +281,14 @@ def _read_python(path: Path) -> Iterator[str]:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _hub(rest: str, text_field: str, skip_records: float, cache_dir: str | None, ask: bool) -> Source:
+def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source:
     parts = _HUB_NAME.fullmatch(rest)
     if parts is None:
         raise DataError(f"a data set of the hub is {A_HUB_NAME}, got hf:{rest}")
     name, revision, config, split = (parts[group] or "" for group in ("name", "revision", "config", "split"))
     commit = revision if _COMMIT.fullmatch(revision) else _noted_commit(name, revision, cache_dir, ask)
     key = sha256_json(["hf", name, config, split, commit, text_field])
-    read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field, skip_records)
+    read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field)
     return Source(f"hf:{rest} at commit {commit}", key, [read])
 
 
@@ -342,14 +337,12 @@ def _ask_hub(name: str, revision: str) -> str:
     return commit
 
 
-def _read_hub(
-    name: str, config: str | None, split: str, commit: str, text_field: str, skip_records: float
-) -> Iterator[str]:
+def _read_hub(name: str, config: str | None, split: str, commit: str, text_field: str) -> Iterator[str]:
     import datasets
     from huggingface_hub.errors import HTTPError
 
     try:
         stream = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
-        yield from _texts(enumerate(stream), text_field, f"hf:{name}, record", skip_records)
+        yield from _texts(enumerate(stream), text_field, f"hf:{name}, record")
     except (HTTPError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"hf:{name}, split {split}: cannot be read: {in_one_line(error)}") from error

@@ -59,7 +59,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
-def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> None:
     """Write a checkpoint (replacing a damaged one of the same step) and delete all older ones but the last `keep` - 1.
 
     Checkpoints of later steps are deleted as well: a run reaches this step again only if they are damaged. Raises
@@ -80,7 +80,6 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
     for other in folders:
         if other not in kept:
             delete_folder(other)
-    return path
 
 
 def _folders(run_dir: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from experiments.data.batches import WHOLE, changed_source, text_batches
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import build_model
 from experiments.models.pretrained import LoadedModel
-from experiments.run.errors import CheckpointError, ConfigError, DataError
+from experiments.run.errors import ConfigError, DataError
 from experiments.run.train_config import DataConfig, ModelConfig, model_columns, training_columns
 
 LONGEST = 2048  # tokens per sequence of models that were not trained here
@@ -65,19 +65,11 @@ class Subject:
         if longest is not None and tokens > longest:
             raise ConfigError(f"{self.name} takes at most {longest} tokens; {what}={tokens}")
 
-    def batches(
-        self,
-        batch: int,
-        sequence: int = 0,
-        max_tokens: int | None = None,
-        data: str = "",
-        split: Literal["validation", "train"] = "validation",
-    ) -> Iterator[Tensor]:
-        """Text in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one.
+    def batches(self, batch: int, sequence: int = 0, max_tokens: int | None = None, data: str = "") -> Iterator[Tensor]:
+        """Held-out text in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one. Files that `data`
+        names are all read, unless their names are splits or they are those of the training.
 
         Args:
-            split: held-out text, or what the model was trained on. Files that `data` names are all read, unless their
-                names are splits or they are those of the training.
             sequence: tokens of a sequence; 0: `sequence_length`.
             max_tokens: how many at most (targets). Needed for a data set of the hub that `data` names, of which no more
                 is read.
@@ -94,17 +86,16 @@ class Subject:
         sequence = sequence or self.sequence_length
         needed = None if max_tokens is None else max(max_tokens, sequence) + 1
         return text_batches(
-            self._data(data, needed, split),
+            self._data(data, needed),
             self.loaded.tokenizer,
             sequence,
             batch,
             max_tokens,
-            split,
             self.loaded.config.vocab_size,
         )
 
-    def _data(self, source: str, needed: int | None, split: Literal["validation", "train"]) -> DataConfig:
-        """The text that `source` names, or that of the training; of the hub's, what has `needed` tokens of `split`."""
+    def _data(self, source: str, needed: int | None) -> DataConfig:
+        """The text that `source` names, or that of the training; of the hub's, what has `needed` tokens held out."""
         training = self.loaded.training
         if training is None and not source:
             raise DataError(f"{self.name} was not trained here: name the text to read, data=stdlib|path:...|hf:...")
@@ -123,9 +114,7 @@ class Subject:
         other = replace(own, source=source, validation="")
         if source == "stdlib":
             return other
-        if needed is not None and split == "validation":
-            needed = math.ceil(needed / other.validation_share)
-        return replace(other, max_tokens=needed)
+        return replace(other, max_tokens=None if needed is None else math.ceil(needed / other.validation_share))
 
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
@@ -148,21 +137,15 @@ def _place(source: str) -> Path:
 
 
 def load_subject(
-    checkpoint: str | None,
-    shape: ModelConfig | None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
+    which: str | ModelConfig, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Subject:
-    """A trained model by its run folder, checkpoint or Hugging Face name; without one a random model of this shape.
+    """A trained model by its run folder, checkpoint or Hugging Face name, or a random model of a shape.
 
     Raises:
         CheckpointError: when there is none, or it is damaged.
     """
-    if checkpoint is None:
-        if shape is None:
-            raise CheckpointError("no checkpoint was named")
-        model = build_model(shape, seed=seed, device=device, dtype=dtype or torch.float32)
-        return Subject(shape.name, LoadedModel(model.eval(), None, shape), random_seed=seed)
-    loaded = load_trained(checkpoint, device=device, dtype=dtype)
-    return Subject(loaded.training.run.item if loaded.training else Path(checkpoint).name, loaded)
+    if isinstance(which, ModelConfig):
+        model = build_model(which, seed=seed, device=device, dtype=dtype or torch.float32)
+        return Subject(which.name, LoadedModel(model.eval(), None, which), random_seed=seed)
+    loaded = load_trained(which, device=device, dtype=dtype)
+    return Subject(loaded.training.run.item if loaded.training else Path(which).name, loaded)

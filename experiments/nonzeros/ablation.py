@@ -40,7 +40,7 @@ def without_weakest(
         CheckpointError: there is no such model.
         DataError: there is no text.
     """
-    subject = load_subject(checkpoint, None, torch.device("cpu"))
+    subject = load_subject(checkpoint, torch.device("cpu"))
     model, blocks = subject.model, feed_forward_blocks(subject.model)
     batches = list(subject.batches(batch, max_tokens=tokens, data=data))
     sizes_L = _activations(model, blocks, batches[0][:, :-1])

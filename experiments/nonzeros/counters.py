@@ -13,6 +13,9 @@ import torch
 
 # The most active tenth of the neurons: what `hot_share` is about.
 HOT_FRACTION = 0.1
+# Tokens over which a neuron that never fires counts as dead; windows that the text does not fill are left out. The
+# paper has one optimizer step, 2^20.
+DEAD_WINDOWS = (2**15, 2**17, 2**20)
 
 
 class DeadCounter:
@@ -35,9 +38,9 @@ class DeadCounter:
                 self._fired_N.zero_()
                 self._tokens, self.windows = 0, self.windows + 1
 
-    def fraction(self) -> float | None:
-        """Mean share of dead neurons over all whole windows; None without one."""
-        return int(self._dead) / self.windows / len(self._fired_N) if self.windows else None
+    def fraction(self) -> float:
+        """Mean share of dead neurons over all whole windows, of which there must be one."""
+        return int(self._dead) / self.windows / len(self._fired_N)
 
 
 class LayerActivity:
@@ -50,7 +53,6 @@ class LayerActivity:
         sequence: int,
         groups: Sequence[int],
         device: torch.device | str,
-        dead_windows: Sequence[int] = (),
     ):
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
@@ -64,7 +66,7 @@ class LayerActivity:
         self.token_V = zeros(vocabulary)
         self.union_G = zeros(len(self.groups))
         self.windows_G = [0] * len(self.groups)
-        self.dead = [DeadCounter(window, intermediate, device) for window in dead_windows]
+        self.dead = [DeadCounter(window, intermediate, device) for window in DEAD_WINDOWS]
 
     @torch.no_grad()
     def add(self, active_BSN: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +28,13 @@ class Gatherer:
         vocabulary: int,
         sequence: int,
         groups: list[int],
-        mask_tokens: int = 0,
-        dead_windows: Sequence[int] = (),
+        mask_tokens: int,
     ):
         self.blocks = feed_forward_blocks(model)
         self.masks = MaskRecorder(mask_tokens)
         self.token_count_V = torch.zeros(vocabulary, dtype=torch.int64)
         device = self.blocks[0].up_proj.weight.device
-        sizes = (vocabulary, sequence, groups, device, dead_windows)
+        sizes = (vocabulary, sequence, groups, device)
         self.layers = [LayerActivity(block.up_proj.out_features, *sizes) for block in self.blocks]
         self._differing = torch.zeros((), dtype=torch.int64, device=device)
 

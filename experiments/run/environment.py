@@ -128,5 +128,4 @@ def peak_memory_gb(device: torch.device | str) -> float:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage reports bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # of KiB

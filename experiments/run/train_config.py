@@ -28,7 +28,7 @@ DEFAULT_MICRO_BATCH = 8
 TEXT = "text.json"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie and what rows call the text.
-WITHOUT_EFFECT = ("data.name", "data.cache_dir", "data.skip_records")
+WITHOUT_EFFECT = ("data.name", "data.cache_dir")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
 
@@ -124,14 +124,6 @@ class DataConfig:
         below=1,
     )
     text_field: str = option("text", "JSON key or parquet column that holds the text", required=True)
-    skip_records: float = option(
-        0.1,
-        "share of a file's records that may lack a text (null, or no such field): they are skipped and counted; 0: the "
-        "first is an error",
-        unit="fraction",
-        minimum=0,
-        below=1,
-    )
     max_tokens: int | None = option(
         None,
         "use at most this many training tokens; null: all (of hf: as many as the steps take)",
@@ -374,7 +366,7 @@ class TrainConfig:
     run: RunConfig = section(RunConfig, "no effect on results")
 
     # Options that the files of earlier runs have, and that had no effect on results.
-    EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above")
+    EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above", "data.skip_records")
 
     def __post_init__(self) -> None:
         _require(

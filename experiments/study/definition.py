@@ -72,9 +72,6 @@ class StudyConfig:
         None, "GPUs of a training on each machine, at most; null: as the cluster's file says", minimum=0
     )
     runs: str = option("runs", "folder for runs; the study gets a folder in it")
-    figures: str = option(
-        "", "folder for tables and figures; the study gets a folder in it. Empty: <runs>/<study>.figures"
-    )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     checkpoints: dict[str, str] = option(
@@ -124,7 +121,7 @@ class StudyConfig:
     @property
     def output(self) -> Path:
         """The folder of its tables, figures and page."""
-        return Path(self.figures) / self.name if self.figures else Path(f"{self.folder}.figures")
+        return Path(f"{self.folder}.figures")
 
     def with_parts(self) -> list[StudyConfig]:
         """The parts, with this study's folder and name, and the study itself.
@@ -138,7 +135,7 @@ class StudyConfig:
             if part.parts:
                 raise ConfigError(f"parts: {name} has parts itself")
             kinds = [kind for kind in part.kinds or KINDS if kind in (self.kinds or KINDS)]
-            part = replace(part, name=self.name, runs=self.runs, figures=self.figures, kinds=kinds)
+            part = replace(part, name=self.name, runs=self.runs, kinds=kinds)
             parts.append(replace(part, data=self.data or part.data, tasks=self.tasks or part.tasks))
         return [*parts, self]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .interface import ACTIVATIONS, RELU, RELU2
 from .modules import SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
 from .names import DENSE
-from .plan import Plan, refuse_earlier
+from .plan import Plan
 
 logger = logging.getLogger(__name__)
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -42,7 +42,6 @@ def sparsify(
     *,
     plan: Plan | str | None = None,
     keep_stats: bool | None = None,
-    **earlier: Any,
 ) -> nn.Module:
     """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
@@ -68,7 +67,6 @@ def sparsify(
     computations in a forward, other activations, mixtures of experts, MLPs of another structure, and a configuration
     that cannot set the activation of the MLPs alone.
     """
-    refuse_earlier(earlier)
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")

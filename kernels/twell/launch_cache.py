@@ -31,8 +31,8 @@ class LaunchCache:
     cache is emptied, and entries in use are prepared again. `clear` frees the memory, about a kilobyte per entry.
     """
 
-    def __init__(self, most: int = 16384) -> None:
-        self.most = most
+    def __init__(self) -> None:
+        self.most = 16384
         self._entries: dict[Hashable, Any] = {}
         self.get = self._entries.get
 

@@ -19,7 +19,7 @@ from .interface import RELU, check_activation
 from .memory import neuron_major
 from .names import DENSE
 from .ops import Call, FFNStats, compute
-from .plan import CAPACITY, Plan, is_earlier, refuse_earlier
+from .plan import CAPACITY, Plan
 from .torch_internals import in_backward
 
 logger = logging.getLogger(__name__)
@@ -179,10 +179,8 @@ class SparseFeedForward(nn.Module):
         keep_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **earlier: Any,
     ) -> None:
         super().__init__()
-        refuse_earlier(earlier)
         check_activation(activation)
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if type(size) is not int or size < 0:
@@ -249,8 +247,6 @@ class SparseFeedForward(nn.Module):
             value = plain_linear(name, value)
             if "_growth" in vars(self):  # the last attribute that __init__ sets
                 self._forget_neurons()
-        elif is_earlier(name):
-            refuse_earlier({name: value})
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and getattr(self, "down_proj", None) is value:
             _lay_out(self)

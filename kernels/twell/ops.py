@@ -30,7 +30,7 @@ from .checks import (
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
 from .memory import SCREENS_FROM, neuron_major
-from .plan import CAPACITY, Plan, refuse_earlier
+from .plan import CAPACITY, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,6 @@ def sparse_ffn(
     plan: Plan | str = "auto",
     return_stats: bool = False,
     l1_weight: Tensor | None = None,
-    **earlier: Any,
 ) -> Tensor | tuple[Tensor, FFNStats]:
     """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
 
@@ -143,8 +142,6 @@ def sparse_ffn(
     Returns y; with return_stats=True (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and
     BackendUnavailable for a backend that was requested by name but cannot run.
     """
-    if earlier:
-        refuse_earlier(earlier)
     check_activation(activation)
     plan = Plan.of(plan)
     hot = None

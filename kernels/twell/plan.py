@@ -8,20 +8,6 @@ from typing import Any
 from .names import AUTO, DENSE, FILES, check_name
 
 CAPACITY = 128  # of a plan that names none: the paper's width of an ELL row in training
-# What an earlier name is called now: a field of Plan, or another setting.
-_EARLIER = {
-    "backend": 'plan="NAME" or plan=Plan(backend="NAME")',
-    "backend_up_to": "Plan.up_to",
-    "hot": "Plan.hot",
-    "hot_prefix": "Plan.hot, a number of leading neurons",
-    "capacity": "Plan.capacity",
-    "capacity_grows": "Plan.capacity: None grows, a number does not",
-    "backup": "Plan.backup",
-    "stats": "return_stats=True of sparse_ffn, keep_stats=True of a block",
-    "stats_mode": "keep_stats",
-    "silent_suffix": "prune_silent(model, ...)",
-    "finite_weights": "nothing: no call searches weights for Inf and NaN",
-}
 
 
 @dataclass(frozen=True)
@@ -174,17 +160,6 @@ def _checked_ranges(ranges: Any) -> tuple[tuple[int, str], ...]:
 
 def _as_json(value: Any) -> Any:
     return [_as_json(part) for part in value] if isinstance(value, tuple) else value
-
-
-def refuse_earlier(settings: Mapping[str, Any]) -> None:
-    """Raises TypeError for a setting that a call or a block no longer has, and says what it is called now."""
-    for name in settings:
-        raise TypeError(f"there is no {name!r}" + (f": use {_EARLIER[name]}" if name in _EARLIER else ""))
-
-
-def is_earlier(attribute: str) -> bool:
-    """Whether this was an attribute of a block that its plan replaces."""
-    return attribute in _EARLIER and attribute != "stats"
 
 
 _DENSE = Plan()

@@ -55,19 +55,16 @@ def activity(packed: TwELL) -> tuple[Tensor, Tensor]:
     return nonzeros, torch.bincount(entries.columns[active], minlength=neurons) > 0
 
 
-def twell_to_hybrid(
-    packed: TwELL, *, width: int = WIDTH, capacity: int | None = None, on_overflow: str = GROW
-) -> Hybrid:
-    """The same entries as a Hybrid, for training."""
+def twell_to_hybrid(packed: TwELL, *, width: int = WIDTH, capacity: int | None = None) -> Hybrid:
+    """The same entries as a Hybrid, for training; a backup of `capacity` rows grows where these are too few."""
     entries, shape = packed.entries(), packed.shape
-    return Hybrid.from_dense(entries.dense(shape), width, capacity, on_overflow=on_overflow, keep=entries.mask(shape))
+    return Hybrid.from_dense(entries.dense(shape), width, capacity, on_overflow=GROW, keep=entries.mask(shape))
 
 
-def hybrid_transpose(h: Hybrid, *, width: int = WIDTH, capacity: int | None = None, on_overflow: str = GROW) -> Hybrid:
+def hybrid_transpose(h: Hybrid) -> Hybrid:
     """[M, N] -> [N, M] with the same entries; neurons active for many tokens go to the backup."""
     entries, shape = h.entries(), h.shape
-    dense, stored = entries.dense(shape).t(), entries.mask(shape).t()
-    return Hybrid.from_dense(dense, width, capacity, on_overflow=on_overflow, keep=stored)
+    return Hybrid.from_dense(entries.dense(shape).t(), on_overflow=GROW, keep=entries.mask(shape).t())
 
 
 def combine(function: Callable[..., Tensor], first: Hybrid, *others: Hybrid) -> Hybrid:

@@ -29,8 +29,6 @@ WRONG_VALUES = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError,
 )  # fmt: skip
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
-# A key of config.json: "KN" (as in nn.Linear) or "NK", for a down_proj.weight whose shape is ambiguous.
-DOWN_LAYOUT = "sparsity_down_proj_layout"
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 
 
@@ -112,7 +110,7 @@ def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.devi
     materialize(model, device)
 
 
-def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaForCausalLM:
+def materialize(model: LlamaForCausalLM, device: torch.device | str) -> None:
     """Complete a model on the meta device in place: allocate weights that have no memory, tie tied weights, compute
     rotary tables."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -120,7 +118,6 @@ def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaFor
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
-    return model
 
 
 def _shape(shape: torch.Size | None) -> str:
@@ -209,16 +206,15 @@ def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, fol
     """A released down_proj.weight in the layout of nn.Linear, [K, N].
 
     Training with the hybrid kernels (sparsity_use_hybrid_kernel) writes [N, K], but a released weight may have been
-    transposed since, so the shape decides. Raises ValueError if K = N, unless DOWN_LAYOUT gives the layout.
+    transposed since, so the shape decides. Raises ValueError if K = N.
     """
-    square, layout = config.hidden_size == config.intermediate_size, content.get(DOWN_LAYOUT)
-    if layout not in (None, "KN", "NK"):
-        raise ValueError(f'{folder}: {DOWN_LAYOUT} must be "KN" or "NK", got {layout!r}')
-    if square and layout is None and content.get("sparsity_use_hybrid_kernel"):
-        raise ValueError(
-            f"{folder}: hidden and intermediate size are both {config.hidden_size}, so the shape of down_proj.weight "
-            f'does not tell whether it is transposed, as hybrid training writes it: say "{DOWN_LAYOUT}": "NK" '
-            'in its config.json if it is, "KN" if not'
-        )
-    transposed = layout == "NK" if square else tensor.shape == (config.intermediate_size, config.hidden_size)
+    if config.hidden_size == config.intermediate_size:
+        if content.get("sparsity_use_hybrid_kernel"):
+            raise ValueError(
+                f"{folder}: hidden and intermediate size are both {config.hidden_size}, so the shape of "
+                "down_proj.weight does not tell whether it is transposed, as hybrid training writes it: make it that "
+                'of an nn.Linear, and set "sparsity_use_hybrid_kernel": false in config.json'
+            )
+        return tensor
+    transposed = tensor.shape == (config.intermediate_size, config.hidden_size)
     return tensor.t().contiguous() if transposed else tensor

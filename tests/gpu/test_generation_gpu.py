@@ -20,7 +20,7 @@ def test_every_alternative_is_right_again_after_the_others_ran(backend, batch):
     model = build_model(SHAPE, seed=1, device=CUDA, dtype=torch.bfloat16).eval()
     prompts = torch.randint(512, (batch, 16), generator=torch.Generator().manual_seed(0)).to(CUDA)
     generation = Generation(model, prompts, 16)
-    found = generation.alternatives(["dense_eager", "dense_compiled"], [backend, "auto"], 2)
+    found = generation.alternatives(["dense_eager", "dense_compiled"], [backend, "auto"])
     assert all(isinstance(one, Candidate) for one in found), found
     assert [one.backend for one in found[:4]] == ["dense_eager", "dense_compiled", backend, f"{backend}_compiled"]
     checker = _Checker(generation.as_it_comes, range(batch))
@@ -32,7 +32,7 @@ def test_every_alternative_is_right_again_after_the_others_ran(backend, batch):
 def test_a_compiled_decoding_step_launches_graphs_not_kernels(backend):
     model = build_model(SHAPE, seed=1, device=CUDA, dtype=torch.bfloat16).eval()
     prompts = torch.zeros(1, 16, dtype=torch.int64, device=CUDA)
-    _, compiled = Generation(model, prompts, 16).alternatives(["dense_compiled"], [backend], 1)
+    _, compiled = Generation(model, prompts, 16).alternatives(["dense_compiled"], [backend])
     compiled.call()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

@@ -187,7 +187,7 @@ def test_an_executed_copy_says_what_it_was_made_from(built, tmp_path):
     ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "one.ipynb")
     outs = [tmp_path / name for name in ("first", "second")]
-    copies = [asyncio.run(execute(folder / "one.ipynb", built, out, 60)).read_bytes() for out in outs]
+    copies = [asyncio.run(execute(folder / "one.ipynb", built, out)).read_bytes() for out in outs]
     assert copies[0] == copies[1], "neither times nor versions"
     made = nbformat.reads(copies[0].decode(), as_version=4)
     assert made.metadata["made_from"] == {"results": results_hash(built), "cells": cells_hash(made)}

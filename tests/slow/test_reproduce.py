@@ -23,8 +23,7 @@ TIMEOUT_SECONDS = 1500  # only against a hang
 
 
 def command(root, *arguments):
-    places = [f"runs={root / 'runs'}", f"figures={root / 'figures'}"]
-    return ["slurm.submit", "study=smoke", "cluster=local", "cluster.cpus=1", *places, *arguments]
+    return ["slurm.submit", "study=smoke", "cluster=local", "cluster.cpus=1", f"runs={root / 'runs'}", *arguments]
 
 
 def reproduce(root, *arguments):
@@ -32,7 +31,7 @@ def reproduce(root, *arguments):
 
 
 def config_in(root, *arguments):
-    return load_study("smoke", [f"runs={root / 'runs'}", f"figures={root / 'figures'}", *arguments])
+    return load_study("smoke", [f"runs={root / 'runs'}", *arguments])
 
 
 def started(root):

@@ -51,7 +51,7 @@ class ELL:
         keep: bool [M, N], entries to store even if they are zero. A row with more entries than `width` widens the
         matrix (on_overflow="grow") or raises CapacityError ("raise").
         """
-        check_matrix("dense", dense)
+        check_matrix(dense)
         check_policy(on_overflow)
         check_sizes(0, width=width)
         keep_MN = to_keep(dense, keep)
@@ -73,11 +73,6 @@ class ELL:
     @property
     def width(self) -> int:
         return self.values.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the structure in bytes."""
-        return self.columns.nbytes + self.values.nbytes + self.lengths.nbytes
 
     def entries(self) -> Entries:
         """Every stored entry, row by row."""

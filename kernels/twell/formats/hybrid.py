@@ -51,7 +51,7 @@ class Hybrid:
         keep: bool [M, N], entries to store even if they are zero. If more than `capacity` rows have more than `width`
         entries, on_overflow="grow" enlarges the backup and "raise" raises CapacityError.
         """
-        check_matrix("dense", dense)
+        check_matrix(dense)
         check_policy(on_overflow)
         check_sizes(1, width=width)
         check_sizes(0, capacity=capacity)
@@ -75,11 +75,6 @@ class Hybrid:
     @property
     def shape(self) -> tuple[int, int]:
         return self.ell.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the structure in bytes."""
-        return self.ell.nbytes + self.backup.nbytes + self.row_map.nbytes
 
     def spilled(self) -> Tensor:
         """int64: the rows that are not stored (spilled)."""

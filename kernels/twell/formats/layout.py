@@ -26,13 +26,13 @@ class Entries(NamedTuple):
         return matrix
 
 
-def check_matrix(name: str, dense: Tensor) -> None:
+def check_matrix(dense: Tensor) -> None:
     """Raises TypeError or ValueError unless this is a matrix of floating values."""
     if not isinstance(dense, Tensor) or not dense.is_floating_point():
         got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
-        raise TypeError(f"{name} must be a floating tensor, got {got}")
+        raise TypeError(f"dense must be a floating tensor, got {got}")
     if dense.ndim != 2:
-        raise ValueError(f"{name} must have two dimensions, got shape {list(dense.shape)}")
+        raise ValueError(f"dense must have two dimensions, got shape {list(dense.shape)}")
 
 
 def to_keep(dense_RN: Tensor, keep_RN: Tensor | None) -> Tensor:

@@ -61,7 +61,7 @@ class TwELL:
         keep: bool [M, N], entries to store even if they are zero. If a tile has more entries than `slots`, all tiles
         get more slots (on_overflow="grow") or CapacityError is raised ("raise").
         """
-        check_matrix("dense", dense)
+        check_matrix(dense)
         check_policy(on_overflow)
         check_sizes(1, tile=tile, slots=slots)
         rows, width = dense.shape
@@ -92,18 +92,6 @@ class TwELL:
     @property
     def slots(self) -> int:
         return self.lanes.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the structure in bytes."""
-        return self.lanes.nbytes + self.counts.nbytes
-
-    @property
-    def words(self) -> Tensor:
-        """uint32 [M, tiles, S]: value bits << 16 | column, a view of `lanes`. 16-bit values only."""
-        if self.dtype.itemsize != 2:
-            raise TypeError(f"a 32-bit word holds a 16-bit value; these are {self.dtype}")
-        return self.lanes.view(torch.uint32).squeeze(-1)
 
     def overflowing(self, slots: int) -> Tensor:
         """int64 scalar: the number of tiles with more than `slots` entries."""

@@ -46,10 +46,7 @@ def cluster():
         slurm.stop()
         os.environ.clear()
         os.environ.update(before)
-        if os.environ.get("KEEP_SLURM_LOGS"):
-            print(f"logs: {folder}")
-        else:
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def write_study(launched, name, training, arguments=None, **fields):
     path = launched.runs.parent / f"{name}.yaml"
     path.write_text(json.dumps({**fields, "arguments": {"train": training, **(arguments or {})}}))
     launched.folder = launched.runs / name
-    return [f"study={path}", f"runs={launched.runs}", f"figures={launched.runs.parent / 'figures'}"]
+    return [f"study={path}", f"runs={launched.runs}"]
 
 
 def test_a_sweep_of_several_processes_whose_text_is_made_without_them(launched, arguments, capsys):
@@ -322,7 +322,7 @@ def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, fo
     words = write_study(launched, "six", arguments("training.steps=6"), kinds=["train", "build"], **options)
     launched.submit(*words, **forked)
     launched.wait(State.DONE)
-    figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
+    figure = launched.runs / "six.figures" / "figure03_quality_and_nonzeros.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     status.main(parse(status.StatusConfig, ["study=six", f"runs={launched.runs}"]))
     assert "study six: 8 items: 8 done" in capsys.readouterr().out
