@@ -44,7 +44,7 @@ def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
     """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
     Triton can use, the activation is one kernel, as torch.compile would make it."""
-    if x_MK.is_cuda and makes_h_at_once(x_MK, w_gate_NK, w_up_NK, activation):
+    if w_gate_NK is not None and x_MK.is_cuda and makes_h_at_once(x_MK, w_gate_NK, w_up_NK, activation):
         h_MN = _h_at_once(x_MK, w_gate_NK, w_up_NK)
         if h_MN is not None:
             return F.linear(h_MN, w_down_KN)
