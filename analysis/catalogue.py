@@ -82,9 +82,9 @@ OVERVIEW: tuple[Spec, ...] = (
     Spec(
         "frontier", "Trained and timed",
         "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
-        "model's forward pass under torch.compile, of its blocks (pruned: without silent neurons) and of a training step, against dense "
-        "ReLU. Then held-out cross-entropy over the least at the same forward time on straight lines between dense "
-        "models, ReLU or SiLU (figure J); a win or loss where it is more than its interval.",
+        "model's forward pass under torch.compile, of its blocks (pruned: without silent neurons) and of a training "
+        "step, against dense ReLU. Then held-out cross-entropy over the least at the same forward time on straight "
+        "lines between dense models, ReLU or SiLU (figure J); a win or loss where it is more than its interval.",
         report.frontier,
     ),
     Spec(
