@@ -5,6 +5,7 @@ import torch
 from calls import run_ffn
 from torch.nn import functional as F
 
+from twell import sparse_ffn
 from twell.backends import hopper
 from twell.hopper import hot_steps
 from twell.launch_cache import LAUNCHES
@@ -71,6 +72,22 @@ def test_many_tokens_take_h_from_one_kernel(monkeypatch):
     graph.replay()
     assert len(taken) == 1
     assert torch.equal(y.isnan(), plain.isnan())
+
+
+@pytest.mark.usefixtures("needs_hopper")
+def test_so_does_a_compiled_program_in_inference(monkeypatch):
+    taken = []
+    monkeypatch.setattr(hopper, "h_at_once", lambda *operands: taken.append(1) or hot_steps.hidden(*operands))
+    torch.compiler.reset()
+    p = make_problem(8200, 256, 1000, 20.0, device="cuda")
+    run = torch.compile(lambda *problem: sparse_ffn(*problem, plan="dense"), fullgraph=True)
+    with torch.no_grad():
+        y = run(*p)
+        assert len(taken) == 1
+        run(p.x[:100], *p[1:])
+    assert relative_error(y, plain_ffn(*p)[0]) < 2**-8
+    run(p.x.clone().requires_grad_(), *p[1:]).sum().backward()
+    assert len(taken) == 1
 
 
 def test_a_graph_needs_no_call_before_its_capture():
