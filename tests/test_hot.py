@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import change, make_block, run_ffn
 
-from twell import hot_split, memory, ops, registry, sparse_ffn
+from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
 from twell.hot import hot_neurons
 from twell.interface import HotSteps
@@ -98,7 +98,7 @@ def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
     leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu", 0)
+    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu", 0, 0)
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
@@ -108,7 +108,8 @@ def test_opcheck(gated, activation):
     problem, hot = make(gated, torch.float32), torch.tensor([1, 5, 30])
     leaves = [t if t is None else t.clone().requires_grad_() for t in problem]
     for inputs, training in ((problem, False), (leaves, True)):
-        torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation, 0))
+        torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation, 0, 0))
+    torch.library.opcheck(FORWARD, (*problem, None, None, "reference", True, False, 128, 0.0, activation, 0, 7))
 
 
 def test_the_block_takes_them_along():
@@ -268,19 +269,32 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     assert h_at_once() is None
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(made, monkeypatch):
+def graph_of(plan):
+    """A compiled `sparse_ffn`, and the texts of its graphs."""
     graphs = []
 
     def keep(graph, _):
         graphs.append(graph.print_readable(print_output=False))
         return graph.forward
 
-    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: made and not options.training)
     torch.compiler.reset()
-    run = torch.compile(lambda *problem: sparse_ffn(*problem, plan="dense"), backend=keep, fullgraph=True)
+    return torch.compile(lambda *problem: sparse_ffn(*problem, plan=plan), backend=keep, fullgraph=True), graphs
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(made, monkeypatch):
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: made and not options.training)
+    run, graphs = graph_of("dense")
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
     assert ("twell.sparse_ffn" in graphs[-1]) == made
     run(*(t.requires_grad_() for t in problem)).sum().backward()
     assert "twell.sparse_ffn" not in graphs[-1]
+
+
+def test_a_compiled_program_leaves_leading_hot_neurons_to_the_operator():
+    run, graphs = graph_of(Plan("reference", 7))
+    problem = make()
+    torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
+    assert "twell.sparse_ffn" in graphs[0]
+    assert "linear" not in graphs[0]

@@ -284,7 +284,7 @@ def test_without_gradients_nothing_is_saved(backend):
             y, stats = run_ffn(*leaves(problem), backend=backend)
         assert y.grad_fn is None
         assert stats.l1.grad_fn is None
-    *_, saved = FORWARD(*problem, None, None, backend, True, False, 128, 0.0, "relu", 0)
+    *_, saved = FORWARD(*problem, None, None, backend, True, False, 128, 0.0, "relu", 0, 0)
     assert saved == []
 
 
@@ -328,10 +328,10 @@ def test_autocast_leaves_float64_alone():
 )
 def test_opcheck(backend, gated, activation, stats):
     problem, weight = make(gated, torch.float32), None if gated else torch.ones(40)
-    torch.library.opcheck(FORWARD, (*problem, None, weight, backend, stats, False, 128, 0.0, activation, 0))
+    torch.library.opcheck(FORWARD, (*problem, None, weight, backend, stats, False, 128, 0.0, activation, 0, 0))
     for backup in (0.0, 0.3):
         torch.library.opcheck(
-            FORWARD, (*leaves(problem), None, weight, backend, stats, True, 128, backup, activation, 0)
+            FORWARD, (*leaves(problem), None, weight, backend, stats, True, 128, backup, activation, 0, 0)
         )
 
 
@@ -342,7 +342,7 @@ def test_opcheck(backend, gated, activation, stats):
 )
 def test_opcheck_of_the_backward(backend, gated, activation):
     problem = make(gated, torch.float32)
-    *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation, 0)
+    *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation, 0, 0)
     dy, dl1, weight = torch.randn(24, 16), torch.tensor(2.0), None if gated else torch.ones(40)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
@@ -357,7 +357,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
         problem = (x, up, up.clone(), torch.randn(16, neurons))
         for backup in (0.0, 0.3, 1.0):
-            *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, backup, "relu2", 0)
+            *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, backup, "relu2", 0, 0)
             promised = registry.get(backend).saved_like(
                 x, Weights(up, up, up), Options(stats=True, training=True, capacity=128, backup=backup)
             )

@@ -47,7 +47,7 @@ class Cold(NamedTuple):
 
 class Options(NamedTuple):
     """How a forward is to be computed; see `Plan` for capacity, backup (both in training only) and screened, and
-    `sparse_ffn` for the activation."""
+    `sparse_ffn` for the activation. leading: so many neurons in front are hot (in inference only)."""
 
     stats: bool
     training: bool  # a backward may follow
@@ -55,6 +55,7 @@ class Options(NamedTuple):
     backup: float = 0.0
     activation: str = RELU
     screened: int = 0
+    leading: int = 0
 
 
 class Gradients(NamedTuple):

@@ -207,17 +207,13 @@ def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FF
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
         launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
-    options = Options(call.stats, training, call.capacity, plan.backup, call.activation, plan.screened)
     whole = x if x.ndim == 2 else x.reshape(tokens, hidden), w_gate, w_up, w_down
     l1_weight = None
     if call.stats and call.l1_weight is not None:
         l1_weight = call.l1_weight.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    hot, prefix = _hot_of(name, whole, call, training)
-    if prefix:
-        result: Results = _prefix_split(name, whole, prefix, options, l1_weight)
-    else:
-        result = _run(name, whole, hot, l1_weight, options, call.growth)
-    y_MK, nonzeros_M, l1, fired_N, overflow = result
+    hot, leading = _hot_of(name, whole, call, training)
+    options = Options(call.stats, training, call.capacity, plan.backup, call.activation, plan.screened, leading)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, whole, hot, l1_weight, options, call.growth)
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
         return y, None
@@ -243,10 +239,11 @@ def _hot_of(name: str, inputs: Inputs, call: Call, training: bool) -> tuple[Tens
     return call.hot, prefix
 
 
-def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_weight: Tensor | None) -> "Results":
-    """The results for x [M, K] without gradients: the first `count` neurons by dense products, the others by the sparse
+def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor | None) -> Forward:
+    """The forward of x [M, K] without gradients: the leading neurons by dense products, the others by the sparse
     backend."""
     x, w_gate, w_up, w_down = inputs
+    count = options.leading
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
     plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)  # that one exists
@@ -255,10 +252,8 @@ def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_we
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
-    plain = torch.compiler.is_compiling() or not _can_bypass_dispatcher(inputs)
-    steps = None if plain else registry.get(name).hot
     leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t(), of_prefix)
-    return hot_split.add_prefix(x, leading, whole, options.activation, steps)[:5]
+    return hot_split.add_prefix(x, leading, whole, options.activation, registry.get(name).hot)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -332,7 +327,8 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, Tensor? l1_weight,"
-    " str backend, bool stats, bool training, int capacity, float backup, str activation, int screened)"
+    " str backend, bool stats, bool training, int capacity, float backup, str activation, int screened,"
+    " int leading)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -355,9 +351,12 @@ def _computed(backend: str, inputs: Inputs, hot: Tensor | None, l1_weight: Tenso
     if under_autocast(x.device.type):  # the backend says itself which dtype each product has
         with torch.autocast(x.device.type, enabled=False):
             return _computed(backend, inputs, hot, l1_weight, options)
-    if hot is not None and not (options.stats or options.training) and registry.has_few_tokens(backend, *x.shape):
-        hot = None  # `call` cannot tell in a program that is compiled for any number of tokens
-    if hot is not None and (split := _split_backend(backend, hot)) is not None:
+    for_y_alone = not (options.stats or options.training)
+    if for_y_alone and (hot is not None or options.leading) and registry.has_few_tokens(backend, *x.shape):
+        hot, options = None, options._replace(leading=0)  # `_hot_of` cannot tell in a program for any number of tokens
+    if options.leading:
+        result = _prefix_split(backend, inputs, options, l1_weight)
+    elif hot is not None and (split := _split_backend(backend, hot)) is not None:
         result = hot_split.forward(split, x, weights, hot, options)
     else:
         result = registry.get(backend).forward(x, weights, options)
@@ -386,9 +385,10 @@ def _forward(
     backup: float,
     activation: str,
     screened: int,
+    leading: int,
 ) -> tuple[Any, ...]:
     inputs = x, w_gate, w_up, w_down
-    options = Options(stats, training, capacity, backup, activation, screened)
+    options = Options(stats, training, capacity, backup, activation, screened, leading)
     return _as_outputs(_computed(backend, inputs, hot, l1_weight, options), x, w_up, stats)
 
 
@@ -410,6 +410,7 @@ def _forward_fake(
     backup: float,
     activation: str,
     screened: int,
+    leading: int,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
     weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
@@ -421,7 +422,7 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    *tensors, ctx.backend, stats, _, _, _, ctx.activation, _ = inputs
+    *tensors, ctx.backend, stats, _, _, _, ctx.activation, _, _ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
@@ -430,7 +431,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> No
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 9
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 10
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:

@@ -663,7 +663,7 @@ def test_opcheck_with_a_backup(gated):
     forward = torch.ops.twell.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        forward, (*leaves, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2", 0), test_utils=checks
+        forward, (*leaves, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2", 0, 0), test_utils=checks
     )
 
 
