@@ -60,7 +60,7 @@ COLUMNS: dict[str, Column] = {
     "l1": Column("L1"),
     "mean_task_accuracy_pct": Column("mean accuracy (%)", 1),
     "cross_entropy": Column("cross-entropy (nats/token)", 3),
-    "nonzeros": Column("non-zeros (neurons/token)", significant=4),
+    "nonzeros": Column("non-zeros (neurons/token)", significant=3),
     "forward_tokens_per_ms": Column("forward (tokens/ms)", significant=4),
     "energy_mj_per_token": Column("energy (mJ/token)", significant=3),
     "train_tokens_per_ms": Column("training (tokens/ms)", significant=4),

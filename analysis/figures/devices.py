@@ -61,8 +61,8 @@ def devices(results: Results) -> Sketch:
     handles = [Line2D([], [], label=device(kind), color=color) for kind, color in colors.items()]
     backends = {backend for _, backend in series}
     handles += [
-        Line2D([], [], label=name, **style.category(index) | {"color": style.INK})
-        for index, name in enumerate(schema.BACKENDS)
+        Line2D([], [], label=name, **style.category(0) | {"color": style.INK} | style.of_backend(name))
+        for name in schema.BACKENDS
         if name in backends
     ]
     picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=4)
@@ -85,10 +85,10 @@ def _whole_models(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _draw_block(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
-    """Ratio over the non-zeros. A colour for each device, marker and dash for each backend."""
+    """Ratio over the non-zeros. A colour for each device, a dash for each backend."""
     for (kind, backend), line in data.sort_values("mean_nnz").groupby(["device", "backend"]):
         ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
-        look = style.category(list(schema.BACKENDS).index(backend)) | {"color": colors[kind]}
+        look = style.category(0) | {"color": colors[kind]} | style.of_backend(backend)
         style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label="", **look)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")

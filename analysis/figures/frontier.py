@@ -19,7 +19,7 @@ from analysis.render import span
 COMMAND = "python -m slurm.submit study=frontier cluster=gpu_box"
 DENSE, SILU = "dense, ReLU", "dense, SiLU"
 KINDS = {"none": "L1", "l1_warmup": "L1 with a warm-up", "hot_exempt": "L1, hot neurons exempt"}
-LABELS = {DENSE: (5, 5), SILU: (6, -8)}  # offsets in points; those of sparse models are on the other side
+LOOKS = dict(zip((DENSE, *KINDS.values(), SILU), map(style.category, range(5)), strict=True))
 FEWEST_WIDTHS = 2  # of dense models, for a frontier
 ARM = ["model", "activation", "modification", "l1"]
 TRAINING = [*ARM, "seed", "text", "tokens_trained"]
@@ -34,8 +34,8 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
-    "Timed as trained, compiled, each layer dense or sparse as is faster; a seed that was not timed counts with the "
-    "time of its arm's others. Blocks: alone, added up; open: without the neurons that stayed silent.",
+    "Compiled, each layer dense or sparse as is faster; a seed that was not timed has the mean time of the others. "
+    "Blocks: alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
     """Held-out cross-entropy against the measured time of the whole model's forward pass, and against that of its
@@ -47,14 +47,18 @@ def frontier(results: Results) -> Sketch:
     for line, size in zip(grid, sizes, strict=True):
         for axes, name, title in zip(line, ("time", "blocks"), ("whole model", "blocks"), strict=True):
             _panel(axes, where(data, scale=size), name)
-            axes.set(title=f"({next(letters)}) {size.upper()}, {title}", xlabel="measured time, % of the dense model's")
+            axes.set(title=f"({next(letters)}) {size}, {title}", xlabel="measured time, % of the dense model's")
             axes.locator_params(axis="x", nbins=6)
         line[0].set_ylabel("cross-entropy against dense ReLU")
     legends = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid[:, 0]]
     kinds = {label: handle for legend in legends for handle, label in legend}
     picture.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds))
+    for line, size in zip(grid, sizes, strict=True):
+        own = where(data, scale=size)
+        names = [f"{each.intermediate:,.0f}" if each.l1 == 0 else l1_label(each.l1) for each in own.itertuples()]
+        style.place_labels(line[0], own["time"], own["change"], names, [LOOKS[kind]["color"] for kind in own["kind"]])
     seeds = span(data["seeds"], "{:.0f}".format)
-    return Sketch(picture, data, f"{', '.join(size.upper() for size in sizes)}; seeds of each: {seeds}.")
+    return Sketch(picture, data, f"{', '.join(sizes)}; seeds of each: {seeds}.")
 
 
 def points(results: Results) -> pd.DataFrame:
@@ -153,11 +157,10 @@ def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
 
 
 def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
-    for number, kind in enumerate((DENSE, SILU, *KINDS.values())):
+    for kind, look in LOOKS.items():
         line = where(data, kind=kind)
         if line.empty:
             continue
-        look = style.category(number)
         style.line_with_spread(
             axes, line[name], line["change"], line["change_low"], line["change_high"], label=kind, **look
         )
@@ -165,13 +168,6 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
             axes.scatter(
                 line["pruned"], line["change"], marker=look["marker"], edgecolors=look["color"], facecolors="white"
             )
-        for point in line.itertuples() if name == "time" else ():
-            text = f"{point.intermediate:,.0f}" if kind in (DENSE, SILU) else l1_label(point.l1)
-            offset = LABELS.get(kind, (-5, -9))
-            axes.annotate(
-                text, (getattr(point, name), point.change), xytext=offset, textcoords="offset points", fontsize=6.5,
-                ha="left" if kind in LABELS else "right", color=style.INK, path_effects=style.HALO,
-            )  # fmt: skip
-    axes.margins(x=0.24, y=0.12)  # room for the labels on the left
+    axes.margins(x=0.12, y=0.12)
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, 0)

@@ -63,6 +63,7 @@ def kernels_in_training(results: Results) -> Sketch:
     axes["a"].axhline(0, color=style.INK, linewidth=0.8)
     style.log_axis(axes["b"].yaxis)
     axes["c"].set_ylim(-0.03 * layers, 1.03 * layers)
+    axes["d"].set_ylim(bottom=0)
     axes["d"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
     picture.legend(handles=handles, loc="outside lower center", ncols=runs["series"].nunique())

@@ -108,10 +108,9 @@ def layers_against_nonzeros(results: Results) -> Sketch:
         raise _not_measured(results, FORWARD)
     picture, (grid,) = style.panels(1, len(shown), 3.2, sharey=True)
     for letter, axes, (kind, data) in zip("ab", grid, shown, strict=False):
-        for place, (plan, label) in enumerate(kind.series.items()):
+        for plan, label in kind.series.items():
             layers = where(data, plan=plan)
-            size = 6.5 if plan in schema.HOT_PLANS.values() else 3.5  # seen around sorted ones
-            look = style.category(place) | {"linestyle": "", "markersize": size, "markerfacecolor": "none"}
+            look = style.of_plan(plan) | style.OPEN
             axes.plot(layers["mean_nnz"], layers["ratio"], label=label if len(layers) else "", **look)
         axes.axhline(1, color=style.INK, linewidth=0.8)
         axes.set(title=f"({letter}) {kind.title}", xlabel="mean non-zeros (neurons/token)")
@@ -141,8 +140,8 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
         line[0].set_ylabel("speed over dense (time ratio)")
     shown = pd.concat([layers for _, layers in panels], ignore_index=True)
     handles = [
-        Line2D([], [], label=label, **_look(place, plan))
-        for place, (plan, label) in enumerate(kind.series.items())
+        Line2D([], [], label=label, **style.of_plan(plan))
+        for plan, label in kind.series.items()
         if plan in set(shown["plan"])
     ]
     if shown["floor_ratio"].notna().any():
@@ -230,11 +229,11 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
 def _draw(axes: Axes, data: pd.DataFrame, kind: Kind) -> None:
     """The lines of one model, and the speed of all its layers together with each plan."""
     lines = []
-    for place, plan in enumerate(kind.series):
+    for plan in kind.series:
         own = where(data, plan=plan)
         if len(own):
             together = own["dense_ms"].sum() / own["time_ms"].sum()
-            lines += axes.plot(own["layer"], own["ratio"], label=f"{together:.2f}", **_look(place, plan))
+            lines += axes.plot(own["layer"], own["ratio"], label=f"{together:.2f}", **style.of_plan(plan))
     known = data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
     axes.plot(known.index, known, zorder=5, **FLOOR)
     axes.axhline(1, color=style.INK, linewidth=0.8)
@@ -252,9 +251,3 @@ def _draw(axes: Axes, data: pd.DataFrame, kind: Kind) -> None:
         handles=lines, title="all layers together", loc="lower center", ncols=len(lines), handlelength=1.4,
         columnspacing=0.9, handletextpad=0.4, fontsize=7, title_fontsize=7,
     )  # fmt: skip
-
-
-def _look(place: int, plan: str) -> style.Look:
-    """Hot neurons by index are about as fast as sorted ones: a wide line behind theirs."""
-    look = style.category(place) | {"markersize": 3.0}
-    return look | {"linewidth": 4.5, "linestyle": "-", "marker": ""} if plan in schema.HOT_PLANS.values() else look

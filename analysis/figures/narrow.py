@@ -16,6 +16,7 @@ from analysis.render import signed, significant, span
 
 COMMAND = "python -m slurm.submit study=narrow cluster=gpu_box"  # beside study=scaled
 DENSE, NON_GATED = "dense, fewer neurons", "L1, non-gated"
+LOOKS = dict(zip((DENSE, *KINDS.values(), NON_GATED), map(style.category, range(5)), strict=True))
 FEWEST_POINTS = 2  # of dense models, and of sparse ones; the dense model with all neurons is one
 # The time of a neuron with firing rate r, in that of a dense one, is min(1, FLOOR + SLOPE * r). From one H200 with
 # K = 2048, N = 5632: the gate product alone takes 4.43 of the 13.7 ms of a dense block, a mean non-zero 0.114 ms.
@@ -52,7 +53,7 @@ def narrow_dense(results: Results) -> Sketch:
     style.legend_of_panels(picture, grid, len(panels), grid[0][0].get_legend_handles_labels()[0])
     names = [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in data.itertuples()]
     for axes, (_, x, y) in zip(grid.flat, panels, strict=False):
-        style.place_labels(axes, data[x], data[y], names)
+        style.place_labels(axes, data[x], data[y], names, [LOOKS[kind]["color"] for kind in data["kind"]])
     return Sketch(picture, data, _note(results, data))
 
 
@@ -121,11 +122,10 @@ def _note(results: Results, data: pd.DataFrame) -> str:
 
 
 def _panel(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
-    for number, kind in enumerate((DENSE, *KINDS.values(), NON_GATED)):
+    for kind, look in LOOKS.items():
         line = where(data, kind=kind).dropna(subset=[x, y])
         if line.empty:
             continue
-        look = style.category(number)
         ends = (line["low"], line["high"]) if y == "change" else (line[y], line[y])
         style.line_with_spread(axes, line[x], line[y], *ends, label=kind, **look)
         if x == "time" and kind != DENSE:

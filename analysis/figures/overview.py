@@ -83,7 +83,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame, models: pd.DataFrame) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     style.reference_line(axes, 1, "dense")
     axes.set(title="Fewer active neurons: faster", ylabel="speed over dense")
-    axes.legend(loc="upper right", frameon=True, edgecolor="none", framealpha=1)
+    axes.legend(loc="upper right")
 
 
 def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
@@ -101,7 +101,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, choose.QUALITY_TOLERANCE * 100, "the paper's bound")
     axes.set(title="Fewer active neurons: worse", xlabel="active neurons", ylabel="cross-entropy against no L1")
-    axes.legend(loc="upper right", frameon=True, edgecolor="none", framealpha=1)
+    axes.legend(loc="upper right")
 
 
 def _timed(above: Axes, below: Axes, models: pd.DataFrame) -> None:

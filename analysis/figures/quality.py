@@ -45,7 +45,7 @@ def by_l1(results: Results) -> Sketch:
     grid[1].set(title="(b) active neurons", ylabel="mean non-zeros (% of N)")
     for place, line in enumerate(active.itertuples()):
         grid[1].annotate(
-            significant(line.count), (place, line.value), xytext=(3, 4), textcoords="offset points", fontsize=6.5,
+            significant(line.count, 2), (place, line.value), xytext=(3, 4), textcoords="offset points", fontsize=6.5,
             color=style.CATEGORIES[0],
         )  # fmt: skip
     _paper_panel(grid[2], grid[1], theirs["active"])

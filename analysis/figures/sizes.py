@@ -123,5 +123,5 @@ def _active_panel(axes: Axes, data: pd.DataFrame) -> None:
         beside = line.l1 or line.size == largest
         axes.annotate(
             significant(line.count, 2), (line.size, line.value), xytext=(7, -3) if beside else (4, 4),
-            textcoords="offset points", fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
+            textcoords="offset points", fontsize=6.5, color=style.for_text(style.CATEGORIES[int(line.l1 > 0)]),
         )  # fmt: skip

@@ -198,7 +198,7 @@ def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel]) -> l
         lines.append(Line2D([], [], label="open: nothing compiled", **open_))
     lines.append(Line2D([], [], label="the paper (H100 PCIe)", **style.PAPER_POINTS))
     if any(panel.limit for panel in panels):
-        lines.append(Line2D([], [], label=f"the paper's text on {LIMITS_OF.upper()}", **LIMIT))
+        lines.append(Line2D([], [], label=f"limit in the paper's text ({LIMITS_OF})", **LIMIT))
     return lines
 
 

@@ -15,7 +15,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.collections import LineCollection, PathCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
@@ -23,6 +23,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import RcKeyType
 
+from analysis import schema
 from analysis.choose import l1_label
 from analysis.render import signed
 
@@ -39,6 +40,8 @@ CATEGORIES: tuple[str, ...] = ("#0072b2", "#e69f00", "#5b2a86", "#009e73", "#9bd
 OPEN: Look = {"linestyle": "", "markerfacecolor": "none"}  # points without a line, not filled
 PAPER_POINTS: Look = {"linestyle": "", "marker": "*", "markersize": 9, "markerfacecolor": "white", "color": PAPER}
 MARKERS = ("o", "s", "D", "^", "v")
+# Ways to compute a block, by their word in `schema.WORDS`. Two that no figure shows together share a look.
+BLOCKS = {"every neuron sparse": 0, "hot": 1, "sorted": 2, "backup": 3, "sorted, pruned": 3, "dense, pruned": 4}
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 
 RC: dict[RcKeyType, Any] = {
@@ -124,6 +127,25 @@ def category(index: int) -> Look:
     return {"color": CATEGORIES[at], "marker": MARKERS[other], "linestyle": DASHES[other]}
 
 
+def of_plan(plan: str) -> Look:
+    """The look of a sparse plan, the same in every figure. Hot neurons by index are about as fast as sorted ones: a
+    wide line and large markers behind theirs."""
+    look = category(BLOCKS[schema.WORDS[plan].removesuffix(", backup")]) | {"markersize": 3.5}
+    wide = {"linewidth": 4.5, "linestyle": "-", "markersize": 6, "zorder": 1.9}
+    return look | wide if plan in schema.HOT_PLANS.values() else look
+
+
+def of_backend(backend: str) -> Look:
+    """What the look of a line becomes: dashed and with open points, unless the kernels are those for Hopper."""
+    return {} if backend == "hopper" else {"linestyle": DASHES[1], "markerfacecolor": "white"}
+
+
+def for_text(colour: str) -> str:
+    """A colour dark enough for small text."""
+    red, green, blue = to_rgb(colour)
+    return to_hex((0.6 * red, 0.6 * green, 0.6 * blue))
+
+
 def line_with_spread(
     axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, *, label: str, **look: Any
 ) -> None:
@@ -203,13 +225,17 @@ def reference_line(axes: Axes, value: float, text: str = "") -> None:
     )  # fmt: skip
 
 
-def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str]) -> None:
-    """Label points so that labels lie inside the axes and, where there is room, on no point, error bar or other label.
-    Call it after everything else is drawn, with the scales and the legend as they stay."""
+def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], colours: Iterable[str]) -> None:
+    """Label points, each in its colour, so that labels lie inside the axes and, where there is room, on no point, line,
+    error bar or other label. Call it after everything else is drawn, with the scales and the legend as they stay."""
     picture = cast(Figure, axes.figure)
     picture.draw_without_rendering()  # lays the panels out
     point = 72 / picture.dpi
-    known = [(*at, text) for *at, text in zip(x, y, texts, strict=True) if not any(map(math.isnan, at))]
+    known = [
+        (*at, text, colour)
+        for *at, text, colour in zip(x, y, texts, colours, strict=True)
+        if not any(map(math.isnan, at))
+    ]
     centres = axes.transData.transform([at[:2] for at in known]).reshape(-1, 2) * point
     frame = tuple(np.asarray(axes.get_window_extent().extents) * point)
     radius = RC["lines.markersize"] / 2 + 1
@@ -221,7 +247,11 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str]) -
         for ends in part.get_segments() if isinstance(part, LineCollection) else ():
             (left, low), (right, high) = axes.transData.transform(ends) * point
             taken.append((1, (left - 1, low, right + 1, high)))
-    for (at_x, at_y, text), centre in zip(known, centres, strict=True):
+    for line in axes.lines:
+        if line.get_linestyle() != "None":
+            path = line.get_transform().transform_path(line.get_path()).interpolated(40)
+            taken += [(2, (*(at - 1.5), *(at + 1.5))) for at in np.asarray(path.vertices) * point]
+    for (at_x, at_y, text, colour), centre in zip(known, centres, strict=True):
         width, height = np.asarray(TextPath((0, 0), text, size=SMALL).get_extents().size) + 2
         reach = np.array([width / 2 + radius, height / 2 + radius])
         boxes = []
@@ -235,7 +265,7 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str]) -
         taken.append((9, box))
         axes.annotate(
             text, (at_x, at_y), xytext=shift, textcoords="offset points", fontsize=SMALL, ha="center",
-            va="center_baseline", color=INK, path_effects=HALO,
+            va="center_baseline", color=for_text(colour), path_effects=HALO,
         )  # fmt: skip
 
 
@@ -268,7 +298,7 @@ def legend_of_panels(picture: Figure, grid: np.ndarray, panels: int, handles: Se
         grid[-1][-1].set_axis_off()
         grid[-1][-1].legend(handles=handles, loc="center left", alignment="left")
     else:
-        picture.legend(handles=handles, loc="outside lower center", ncols=3)
+        picture.legend(handles=handles, loc="outside lower center", ncols=min(3, -(-len(handles) // 2)))
 
 
 def legend_below(axes: Axes) -> None:
