@@ -53,20 +53,17 @@ def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     return wide
 
 
-def _ratio(wide: pd.DataFrame, metric: str, form: str, base: str) -> pd.Series:
-    """`form` over `base` by model, L1 and device, at the fewest tokens that both were measured with: with the most, a
-    step may fill the memory and say little about speed."""
+def _compared(wide: pd.DataFrame, metric: str, form: str, base: str) -> pd.DataFrame:
+    """`form` over `base` by model, L1 and device: `ratio`, and `tokens`, the fewest that both were measured with: with
+    the most, a step may fill the memory and say little about speed."""
     if not {(metric, form), (metric, base)} <= set(wide.columns):
-        return pd.Series(dtype="float64")
-    ratio = (wide[metric, form] / wide[metric, base]).dropna()
-    return ratio.groupby(level=MODEL).first()
+        return pd.DataFrame(columns=["ratio", "tokens"], dtype="float64")
+    ratio = (wide[metric, form] / wide[metric, base]).dropna().rename("ratio")
+    return ratio.reset_index("tokens").groupby(level=MODEL).first()
 
 
-def _step_tokens(wide: pd.DataFrame, form: str, base: str) -> pd.Series:
-    """The tokens of the steps that `_ratio` compares."""
-    names = ["throughput"] * 2, [form, base]
-    both = wide.reindex(columns=pd.MultiIndex.from_arrays(names)).dropna().index.to_frame()
-    return both.groupby(level=MODEL)["tokens"].first()
+def _ratio(wide: pd.DataFrame, metric: str, form: str, base: str) -> pd.Series:
+    return _compared(wide, metric, form, base)["ratio"]
 
 
 def _lines(wide: Sequence[pd.DataFrame], columns: dict[str, pd.Series]) -> pd.DataFrame:
@@ -98,7 +95,7 @@ def models(results: Results) -> pd.DataFrame:
             "forward_energy_pct": (_ratio(forward, "energy", *pair) - 1) * 100,
             "step_speed": _ratio(step, "throughput", *pair),
             "step_memory_pct": (_ratio(step, "peak_memory", *pair) - 1) * 100,
-            "step_tokens": _step_tokens(step, *pair),
+            "step_tokens": _compared(step, "throughput", *pair)["tokens"],
         },
     )
 
@@ -112,7 +109,9 @@ def uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     if {plain, eager} <= set(wide.columns):  # steps of plain transformers that fill the memory say nothing about speed
         wide.loc[wide[plain] < SLOWER_FOR_LACK_OF_MEMORY * wide[eager], [plain]] = math.nan
     name = f"{second}_pct"
-    of_steps = {"step_tokens": _step_tokens(wide, "fastest", "eager")} if op == "model_training" else {}
+    of_steps = (
+        {"step_tokens": _compared(wide, "throughput", "fastest", "eager")["tokens"]} if op == "model_training" else {}
+    )
     table = _lines(
         [wide],
         {

@@ -150,7 +150,7 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
     """Add a prefix of H hot neurons to `rest`, without gradients.
 
     rest: the forward of the other neurons, overwritten; its statistics are those of a block whose prefix never fired.
-    hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch, which can be traced.
+    hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch.
     """
     gated = hot.gate is not None
     inner = [w for w in (hot.gate, hot.up) if w is not None]

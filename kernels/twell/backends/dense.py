@@ -59,10 +59,13 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
 
 def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, activation: str) -> bool:
     """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
-    bfloat16 on Hopper. That kernel does not round relu's square, which it leaves to others."""
+    bfloat16 on Hopper, but for a CUDA graph that is captured, when no kernel can be loaded. That kernel does not round
+    relu's square, which it leaves to others."""
     if w_gate_NK is None or activation != RELU or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
         return False
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
+        return False
+    if not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         return False
     from .. import registry
 
@@ -71,9 +74,8 @@ def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, act
 
 
 def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
-    """h with both products and relu in one Hopper kernel; None for a layout that it cannot read, and while a CUDA graph
-    is captured, when no kernel can be loaded."""
-    if not (is_in_rows(w_gate_NK) and is_in_rows(w_up_NK)) or torch.cuda.is_current_stream_capturing():
+    """h with both products and relu in one Hopper kernel; None for a layout that it cannot read."""
+    if not (is_in_rows(w_gate_NK) and is_in_rows(w_up_NK)):
         return None
     from .hopper import h_at_once
 

@@ -44,7 +44,9 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
     if not blocks:
         raise ValueError(f"{name} has no SparseFeedForward to give plans; `sparsify` puts them there")
     if plans is None:
-        raise ValueError(f"{name} has no configuration that holds plans: give those that save_plans returned")
+        raise ValueError(
+            f"{name} has no configuration that holds plans: run autotune on it, or give those of save_plans"
+        )
     if not isinstance(plans, Sequence) or len(plans) != len(blocks):
         count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
         raise ValueError(f"there are plans for {count} blocks, and {name} has {len(blocks)}")
