@@ -103,15 +103,21 @@ def attend(client: socket.socket) -> None:
         request = lines.readline()
     if not request.endswith("\n"):  # the client has been killed
         return
+    is_known, make_known = os.pipe()
     pid = os.fork()
     if pid == 0:
         client.close()
+        os.close(make_known)
+        if not os.read(is_known, 1):  # the attendant has been killed, and the client does not know whom to kill
+            os._exit(1)
+        os.close(is_known)
         _run(json.loads(request), descriptors)
-    for descriptor in descriptors:
+    for descriptor in (is_known, *descriptors):
         os.close(descriptor)
     process = os.pidfd_open(pid)
-    with contextlib.suppress(OSError):  # of a client that has been killed meanwhile
+    with contextlib.suppress(OSError):  # of a client or a process that has been killed meanwhile
         client.sendall(f"{pid}\n".encode())
+        os.write(make_known, b"\0")
     if process not in select.select([process, client.fileno()], [], [])[0]:  # a client says nothing after its request
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)

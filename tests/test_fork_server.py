@@ -29,6 +29,15 @@ match sys.argv[1:]:
     case ["sleep"]:
         time.sleep(60)
 """
+PRELOADED = """
+import os, time
+PID = os.getpid()
+pidfd_open = os.pidfd_open
+def slow(pid):  # a busy system: a process could run before its client knows of it
+    time.sleep(0.1)
+    return pidfd_open(pid)
+os.pidfd_open = slow
+"""
 
 pytestmark = pytest.mark.skipif(not fork_server.is_possible(), reason="this system has no pidfd_open")
 
@@ -36,7 +45,7 @@ pytestmark = pytest.mark.skipif(not fork_server.is_possible(), reason="this syst
 @pytest.fixture
 def server(tmp_path):
     (tmp_path / "work.py").write_text(WORK)
-    (tmp_path / "preloaded.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "preloaded.py").write_text(PRELOADED)
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     one = ForkServer(["preloaded"], {"PYTHONPATH": path}, str(tmp_path), tmp_path / "server.log")
     yield one
