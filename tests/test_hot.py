@@ -10,6 +10,7 @@ from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
 from twell.hot import hot_neurons
 from twell.interface import HotSteps
+from twell.launch_cache import LAUNCHES
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -247,7 +248,7 @@ def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, mon
 def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, monkeypatch):
     monkeypatch.setattr(dense, "H_AT_ONCE", 16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(registry, "_can_run", lambda *_: True)
     monkeypatch.setattr(hopper, "h_at_once", lambda x, gate, up, activation: (x @ gate.t()).relu() * (x @ up.t()))
     x, gate, up = changed(*(torch.randn(rows, 64).bfloat16() for rows in (16, 24, 24)))
 
@@ -263,11 +264,12 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     assert not dense.makes_h_at_once(x, gate, up, "relu2")
     assert not dense.makes_h_at_once(x, None, up, "relu")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "why_not", lambda *_, **__: pytest.fail("asked while a graph is captured"))
-        assert h_at_once() is None
+    assert (h_at_once() is not None) == taken
+    LAUNCHES.clear()
+    monkeypatch.setattr(registry, "_can_run", lambda *_: pytest.fail("asked while a graph is captured"))
+    assert h_at_once() is None, "no kernel can be loaded then"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "why_not", lambda *_, **__: "no such device")
+    monkeypatch.setattr(registry, "_can_run", lambda *_: False)
     assert h_at_once() is None
 
 
@@ -294,7 +296,8 @@ def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kern
     assert "twell.sparse_ffn" not in graphs[-1]
 
 
-def test_a_compiled_program_leaves_leading_hot_neurons_to_the_operator():
+def test_a_compiled_program_leaves_leading_hot_neurons_to_the_operator(monkeypatch):
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda *_: pytest.fail("Hopper's kernels are of no use to it"))
     run, graphs = graph_of(Plan("reference", 7))
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])

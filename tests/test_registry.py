@@ -1,5 +1,6 @@
 """twell.registry: the modes of torch under which a process makes its first call say nothing about a backend."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -52,11 +53,18 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
         asked.append(device)
         return answers[len(asked) - 1]
 
+    def can_run():
+        return registry.can_run("reference", torch.device("cpu"), torch.float32, 8, 24)
+
     monkeypatch.setattr(registry, "_probed", {})
+    monkeypatch.setattr(registry, "_can_run", functools.cache(registry._can_run.__wrapped__))
     monkeypatch.setattr(registry, "get", lambda name: Backend(name, answer, lambda request: None, *[None] * 3))
-    assert registry.why_not("reference", device="cpu") == "today not"
+    assert not can_run()
+    assert not can_run()
+    assert len(asked) == 1, "a call of dense products asks each time"
     assert registry.why_not("reference", device="cpu") == (None if probes == 2 else "today not")
     registry.why_not("reference", device="cpu")
+    assert can_run() == (probes == 2)
     assert len(asked) == probes
 
 

@@ -283,8 +283,7 @@ def _run(
             return _computed(name, inputs, hot, l1_weight, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
-    plain = transformed or traced or (compiling and not _makes_h_at_once(inputs, options))
-    if name == registry.DENSE and plain:
+    if name == registry.DENSE and (transformed or traced or (compiling and not _makes_h_at_once(inputs, options))):
         result = dense.traced(inputs[0], _weights(inputs, l1_weight), options.activation, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
@@ -379,17 +378,10 @@ def _forward(
     hot: Tensor | None,
     l1_weight: Tensor | None,
     backend: str,
-    stats: bool,
-    training: bool,
-    capacity: int,
-    backup: float,
-    activation: str,
-    screened: int,
-    leading: int,
+    *options: Any,
 ) -> tuple[Any, ...]:
-    inputs = x, w_gate, w_up, w_down
-    options = Options(stats, training, capacity, backup, activation, screened, leading)
-    return _as_outputs(_computed(backend, inputs, hot, l1_weight, options), x, w_up, stats)
+    given = Options(*options)
+    return _as_outputs(_computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, given), x, w_up, given.stats)
 
 
 def _as_outputs(result: Forward, x: Tensor, w_up: Tensor, stats: bool) -> tuple[Any, ...]:
@@ -404,29 +396,25 @@ def _forward_fake(
     hot: Tensor | None,
     l1_weight: Tensor | None,
     backend: str,
-    stats: bool,
-    training: bool,
-    capacity: int,
-    backup: float,
-    activation: str,
-    screened: int,
-    leading: int,
+    *options: Any,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
-    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
-    if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, weights, hot, options)
-    elif training:
-        saved = registry.get(backend).saved_like(x, weights, options)
-    return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
+    weights, given = Weights(w_gate, w_up, w_down.t()), Options(*options)
+    if given.training and hot is not None and (split := _split_backend(backend, hot)) is not None:
+        saved = hot_split.saved_like(split, x, weights, hot, given)
+    elif given.training:
+        saved = registry.get(backend).saved_like(x, weights, given)
+    return (x.new_empty(x.shape), *_stats_like(x, w_up, given.stats), list(saved))
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    *tensors, ctx.backend, stats, _, _, _, ctx.activation, _, _ = inputs
+    *tensors, ctx.backend = inputs[:7]
+    options = Options(*inputs[7:])
+    ctx.activation = options.activation
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
+    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if options.stats else (l1,)))
     ctx.save_for_backward(*tensors, *saved)
 
 

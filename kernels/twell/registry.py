@@ -56,6 +56,7 @@ def probe(name: str, device: torch.device) -> Availability:
     _probed[name, device] = answer
     if known is not None and answer.ok:
         _resolve.cache_clear()  # plan="auto" may have chosen another backend in the meantime
+        _can_run.cache_clear()
     return answer
 
 
@@ -96,8 +97,14 @@ def why_not(
 
 @torch.compiler.assume_constant_result
 def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
-    """Whether this backend can run a gated block of this kind in inference, for torch.compile to ask while tracing."""
-    return why_not(backend, device=device, dtype=dtype, hidden=hidden, intermediate=intermediate) is None
+    """Whether this backend can run a gated block of this kind in inference: for torch.compile to ask while tracing, and
+    for every call, of which none repeats a tiny launch that failed."""
+    return _can_run(backend, device, dtype, hidden, intermediate)
+
+
+@functools.cache
+def _can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
+    return _why_not(backend, Request(device, dtype, hidden, intermediate, gated=True, training=False)) is None
 
 
 def _why_not(name: str, request: Request) -> str | None:

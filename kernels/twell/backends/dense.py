@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import registry
 from ..interface import RELU, RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
+_H_AT_ONCE = "h_at_once"  # the kernel of that name is loaded, as a key of the launch cache
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
 
 
@@ -59,16 +62,15 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
 
 def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, activation: str) -> bool:
     """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
-    bfloat16 on Hopper, but for a CUDA graph that is captured, when no kernel can be loaded. That kernel does not round
-    relu's square, which it leaves to others."""
+    bfloat16 on Hopper. A CUDA graph that is captured has it if a call came before: no kernel can be loaded then. That
+    kernel does not round relu's square, which it leaves to others."""
     if w_gate_NK is None or activation != RELU or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
         return False
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
         return False
-    if not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+    captured = not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    if captured and LAUNCHES.get((_H_AT_ONCE, x_MK.device)) is None:
         return False
-    from .. import registry
-
     intermediate, hidden = map(operator.index, w_up_NK.shape)  # under torch.compile they may be symbols
     return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
 
@@ -80,7 +82,10 @@ def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | Non
     from .hopper import h_at_once
 
     h_MN = h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, RELU)
-    return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
+    if h_MN is None:
+        return None
+    LAUNCHES.put((_H_AT_ONCE, x_MK.device), True)
+    return h_MN.view(*x_MK.shape[:-1], -1)
 
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
