@@ -52,7 +52,7 @@ def activate(
     """
     g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
     g_MH.relu_()
-    h_MH = _hidden(g_MH, u_MH, activation)
+    h_MH = hidden_of(g_MH, u_MH, activation)
     if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
         return h_MH, rest
     active_MH = g_MH != 0
@@ -67,9 +67,19 @@ def activate(
     )
 
 
-def _hidden(g_MH: Tensor, u_MH: Tensor | None, activation: str) -> Tensor:
-    a_MH = g_MH.square() if activation == RELU2 else g_MH
-    return a_MH if u_MH is None else a_MH * u_MH
+def hidden_of(g: Tensor, u: Tensor | None, activation: str) -> Tensor:
+    """h of g = relu(z) and u; without a gate and a square it is g itself."""
+    a = g.square() if activation == RELU2 else g
+    if u is None:
+        return a
+    return a.mul_(u) if activation == RELU2 else a * u
+
+
+def before_activation(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
+    """The gradient of z, from that of the activation, which may be overwritten; g = relu(z)."""
+    if activation == RELU2:
+        gradient.mul_(g * 2)
+    return torch.ops.aten.threshold_backward(gradient, g, 0)
 
 
 def derive(
@@ -86,21 +96,16 @@ def derive(
     of sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
-    h_MH = _hidden(g_MH, u_MH, activation)
+    h_MH = hidden_of(g_MH, u_MH, activation)
     if dl1 is not None:
         per_token = dl1 / max(dh.shape[0], 1) * (1 if l1_weight_H is None else l1_weight_H)
         dh.addcmul_(h_MH.sign(), per_token.to(dh.dtype))
-    slope = g_MH * 2 if activation == RELU2 else None
     if u_MH is None:
-        d = dh if slope is None else dh.mul_(slope)
-        return torch.ops.aten.threshold_backward(d, g_MH, 0), h_MH
+        return before_activation(dh, g_MH, activation), h_MH
     d = torch.empty_like(activated)
     dg_MH, du_MH = d.chunk(2, 1)
-    torch.mul(dh, g_MH if slope is None else g_MH.square(), out=du_MH)
-    dh.mul_(u_MH)
-    if slope is not None:
-        dh.mul_(slope)
-    dg_MH.copy_(torch.ops.aten.threshold_backward(dh, g_MH, 0))
+    torch.mul(dh, g_MH.square() if activation == RELU2 else g_MH, out=du_MH)
+    dg_MH.copy_(before_activation(dh.mul_(u_MH), g_MH, activation))
     return d, h_MH
 
 

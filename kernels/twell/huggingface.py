@@ -337,6 +337,11 @@ def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor | ValueError:
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
+# Of all configurations that a model's modules hold, by the original's id: a memo of deepcopy, which keeps the originals
+# alive. Those that are parts of others, or that several modules share, are so in the copies.
+Copies = dict[int, Any]
+
+
 def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     """Give each of transformers' models a configuration of its own, which other models built from the same object do
     not share, and set the activations there, so that saved models have them.
@@ -354,34 +359,20 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     changes = []
     for path, wanted in roots.items():
         root = model.get_submodule(path)
-        copies = _Copies(root)
-        _set_activations(root, copies, wanted)
-        wrappers = [model.get_submodule(prefix) for prefix in _prefixes(path)[:-1]]
-        changes += [change for module in (*wrappers, *root.modules()) for change in copies.of(module)]
-    for module, attribute, own in changes:  # only once nothing can be refused any more
-        setattr(module, attribute, own)
-
-
-class _Copies:
-    """Copies of all configurations that a model's modules hold. Those that are parts of others, or that several modules
-    share, are so in the copies."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._memo: dict[int, Any] = {}  # by id, of the parts too; deepcopy keeps the originals alive in it
+        copies: Copies = {}
         for module in root.modules():
             for value in filter(_is_configuration, vars(module).values()):
-                copy.deepcopy(value, self._memo)
-
-    def of(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-        """(module, attribute, copy) of each configuration that this module holds."""
-        return [
-            (module, attribute, self._memo[id(value)])
+                copy.deepcopy(value, copies)
+        _set_activations(root, copies, wanted)
+        wrappers = [model.get_submodule(prefix) for prefix in _prefixes(path)[:-1]]
+        changes += [
+            (module, attribute, copies[id(value)])
+            for module in (*wrappers, *root.modules())
             for attribute, value in vars(module).items()
-            if _is_configuration(value) and id(value) in self._memo
+            if _is_configuration(value) and id(value) in copies
         ]
-
-    def config_of(self, module: nn.Module) -> Any:
-        return self._memo[id(_config_of(module))]
+    for module, attribute, own in changes:  # only once nothing can be refused any more
+        setattr(module, attribute, own)
 
 
 def _prefixes(name: str) -> list[str]:
@@ -398,9 +389,9 @@ def _is_configuration(value: object) -> bool:
     return getattr(value, "model_type", None) is not None and hasattr(value, "to_dict")
 
 
-def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Module, Mlp]]) -> None:
+def _set_activations(root: Any, copies: Copies, wanted: dict[str, tuple[nn.Module, Mlp]]) -> None:
     """Set them in the copies of the configurations."""
-    configs = {name: copies.config_of(owner) for name, (owner, _) in wanted.items()}
+    configs = {name: copies[id(_config_of(owner))] for name, (owner, _) in wanted.items()}
     wrong = [
         (configs[name], mlp.activation)
         for name, (_, mlp) in wanted.items()
@@ -409,12 +400,13 @@ def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Modu
     if not wrong:
         return
     logger.warning("%s: the activation in the configuration changes. %s", type(root).__name__, OTHER_ENGINES)
-    before = _rebuilt(root, copies)
+    own = copies[id(_config_of(root))]
+    before = _rebuilt(root, own)
     for config, activation in wrong:
         for setting in _settings(config):
             setattr(config, setting, activation)
-    _check_rebuilt(root, before, _rebuilt(root, copies), {name: mlp for name, (_, mlp) in wanted.items()})
-    copies.config_of(root).activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
+    _check_rebuilt(root, before, _rebuilt(root, own), {name: mlp for name, (_, mlp) in wanted.items()})
+    own.activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -422,11 +414,11 @@ def _settings(config: Any) -> dict[str, str]:
     return {setting: value for setting, value in found.items() if isinstance(value, str)}
 
 
-def _rebuilt(root: Any, copies: _Copies) -> nn.Module:
-    """The model that the copy of its configuration describes, on the meta device."""
+def _rebuilt(root: Any, config: Any) -> nn.Module:
+    """The model that this configuration describes, on the meta device."""
     try:
         with torch.device("meta"):
-            return type(root)(copy.deepcopy(copies.config_of(root)))
+            return type(root)(copy.deepcopy(config))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
 

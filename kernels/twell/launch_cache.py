@@ -6,13 +6,13 @@ again. With this cache an eager call takes two thirds of the host time with the 
 Triton backend (docs/log/2026-11-22.md).
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import registry
-from .checks import is_inference
 from .interface import Weights
 from .memory import PIECE
 
@@ -41,6 +41,18 @@ class LaunchCache:
             self._entries.clear()
         self._entries[key] = value
 
+    def kept(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The function, whose one argument is hashable, with its results kept here under it."""
+
+        @functools.wraps(make)
+        def call(key: Any) -> Any:
+            if (found := self.get(key)) is None:
+                found = make(key)
+                self.put(key, found)
+            return found
+
+        return call
+
     def clear(self) -> None:
         """Forgets everything."""
         self._entries.clear()
@@ -54,14 +66,12 @@ LAUNCHES = LaunchCache()
 
 
 def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
-    """The call key of an inference call without statistics and hot neurons: everything but the values of its operands.
-    None if gradients are needed, or if operands may be cast or have no memory.
+    """The call key of an inference call without statistics and hot neurons (`is_inference` is true): everything but the
+    values of its operands. None if operands have no memory.
 
     inputs: x, w_gate (or None), w_up and w_down, with which the dispatcher can be bypassed.
     """
     x, w_gate, w_up, w_down = inputs
-    if not is_inference(inputs, x.device.type):
-        return None
     try:
         gate = None if w_gate is None else _identity(w_gate)
         return backend, activation, _identity(x), gate, _identity(w_up), _identity(w_down)

@@ -190,11 +190,10 @@ def launch_screened(packed: PackedGate, x: Rows, screen: Screen) -> None:
 
 
 # The arguments come as one tuple, which is the launch's key in the cache.
+@LAUNCHES.kept
 def _gate_launch(arguments: tuple) -> driver.Launch:
     """The launch for these addresses, strides (in 16 bits, like the hidden size) and sizes, for `count` neurons from
     `first` on, a multiple of the tile."""
-    if (found := LAUNCHES.get(arguments)) is not None:
-        return found
     kernel, layout, grid, stream, first, count, hidden, x_stride, w_stride, addresses = arguments
     x, w, x_norms, w_norms, neurons, block, overflow = addresses
     tokens = layout.tokens
@@ -215,9 +214,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
         tiles=layout.tiles,
         first_tile=first // layout.tiling.tile,
     )
-    launch = kernel.prepare(grid, stream, parameters)
-    LAUNCHES.put(arguments, launch)
-    return launch
+    return kernel.prepare(grid, stream, parameters)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -271,10 +268,9 @@ def gated_down(
 _NOWHERE, _NOT_SAVED = (0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
+@LAUNCHES.kept
 def _down_launch(arguments: tuple) -> driver.Launch:
     """Prepared launch of `gated_down`, kept like that of `_gate_launch`."""
-    if (found := LAUNCHES.get(arguments)) is not None:
-        return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
     x, up, down, gate, neurons, block, overflow, y = addresses
     nonzeros, l1, l1_weight, fired = counts
@@ -307,9 +303,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         chunk=chunk,
         capacity=capacity,
     )
-    launch = kernel.prepare(grid, stream, parameters)
-    LAUNCHES.put(arguments, launch)
-    return launch
+    return kernel.prepare(grid, stream, parameters)
 
 
 class PreparedForward(driver.PreparedPair):

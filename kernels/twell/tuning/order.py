@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hot import MULTIPLE, RATE, firing_rates
-from ..modules import SparseFeedForward, feed_forward_blocks
+from ..modules import SparseFeedForward, feed_forward_blocks, weights_of
 from .saved import forget_plans
 
 RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones
@@ -72,7 +72,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     block cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for
     weights that are not separate, plain parameters.
     """
-    weights = _weights(block)
+    weights = [weight for weight in weights_of(block) if weight is not None]
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
         raise ValueError(
             "the block's weights must be separate, plain parameters, got tied or parametrized ones, or DTensors"
@@ -120,11 +120,5 @@ def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if block.training or block.l1_weight is not None:
         return False
-    return all(
-        type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in _weights(block)
-    )
-
-
-def _weights(block: SparseFeedForward) -> list[Tensor]:
-    linears = (block.gate_proj, block.up_proj, block.down_proj)
-    return [linear.weight for linear in linears if linear is not None]
+    weights = [weight for weight in weights_of(block) if weight is not None]
+    return all(type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in weights)
