@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from twell import FFNStats, Plan, SparseFeedForward, sparse_ffn
 from twell.testing import Problem
@@ -39,6 +40,23 @@ def change(block: SparseFeedForward, **fields: Any) -> None:
     """Change these fields of the block's plan."""
     given = plan_with(**fields)
     block.plan = replace(block.plan, **{name: getattr(given, name) for name in fields})
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(function.name())
+        return function(*arguments, **(keywords or {}))
+
+
+def leaves(problem: Problem) -> Problem:
+    """The same problem, whose gradients are wanted."""
+    return problem.each(lambda tensor: tensor.detach().clone().requires_grad_())
 
 
 def exact_pattern(counts: list[int], hidden: int, tile: int, tiles: int, device: str = "cpu") -> Problem:

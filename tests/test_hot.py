@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from calls import change, make_block, run_ffn
+from calls import change, leaves, make_block, run_ffn
 
 from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
@@ -48,7 +48,7 @@ def test_every_result_and_gradient(hot, gated, backend, activation):
 @pytest.mark.parametrize("hot", [[5, 5], [40], [-1]])
 def test_neurons_that_are_not_distinct_are_refused_on_a_cpu(hot, backend):
     with pytest.raises(ValueError, match=r"distinct neurons, got|40 neurons, got"):
-        run_ffn(*make(), backend=backend, hot=torch.tensor(hot))
+        run_ffn(*make(), backend=backend, hot=hot)
 
 
 @torch.no_grad()
@@ -97,9 +97,8 @@ def test_infinite_inputs_give_what_plain_torch_gives(hot, gated, value):
 
 def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
-    leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu", 0, 0)
+    *_, saved = FORWARD(*leaves(problem), every, None, "reference", True, True, 128, 0.0, "relu", 0, 0)
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
@@ -107,8 +106,7 @@ def test_less_is_left_to_the_backend():
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu2")])
 def test_opcheck(gated, activation):
     problem, hot = make(gated, torch.float32), torch.tensor([1, 5, 30])
-    leaves = [t if t is None else t.clone().requires_grad_() for t in problem]
-    for inputs, training in ((problem, False), (leaves, True)):
+    for inputs, training in ((problem, False), (leaves(problem), True)):
         torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation, 0, 0))
     torch.library.opcheck(FORWARD, (*problem, None, None, "reference", True, False, 128, 0.0, activation, 0, 7))
 
@@ -181,8 +179,7 @@ def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
             assert relative_error(y, wanted) < 0.01
             assert len(calls) == splits
             calls.clear()
-    leaves = [t.detach().requires_grad_() for t in problem._replace(x=problem.x[:4])]
-    run_ffn(*leaves, backend="reference", hot=hot, stats=False)
+    run_ffn(*leaves(problem._replace(x=problem.x[:4])), backend="reference", hot=hot, stats=False)
     assert len(calls) == 1
     with pytest.raises(ValueError, match="32 neurons, got 33"):
         run_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot=33, stats=False)
@@ -207,7 +204,7 @@ def test_products_for_y_alone_come_in_pieces(hot, gated, monkeypatch):
         torch.testing.assert_close(y, plain_ffn(*problem)[0])
         assert tokens == pieces
         tokens.clear()
-    run_ffn(*(t if t is None else t.requires_grad_() for t in problem), backend="reference", hot=hot, stats=False)
+    run_ffn(*leaves(problem), backend="reference", hot=hot, stats=False)
     assert tokens == [30]
 
 
@@ -229,7 +226,7 @@ def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, mon
     assert calls == ["relu2"]
     torch.testing.assert_close(y, run_ffn(*problem, **options)[0])
     run_ffn(*make(gated=False), stats=False, **options)
-    run_ffn(*(t.clone().requires_grad_() for t in problem), stats=False, **options)
+    run_ffn(*leaves(problem), stats=False, **options)
     assert calls == ["relu2"]
 
 
@@ -292,7 +289,7 @@ def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kern
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
     assert ("twell.sparse_ffn" in graphs[-1]) == made
-    run(*(t.requires_grad_() for t in problem)).sum().backward()
+    run(*leaves(problem)).sum().backward()
     assert "twell.sparse_ffn" not in graphs[-1]
 
 

@@ -5,10 +5,9 @@ import logging
 
 import pytest
 import torch
-from calls import make_block, run_ffn
+from calls import Operators, leaves, make_block, run_ffn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn
@@ -25,10 +24,6 @@ FORWARD, BACKWARD = torch.ops.twell.sparse_ffn.default, torch.ops.twell.sparse_f
 
 def make(gated: bool = True, dtype: torch.dtype = torch.float64, **kwargs) -> Problem:
     return make_problem(24, 16, 40, 8, gated=gated, dtype=dtype, **kwargs)
-
-
-def leaves(problem: Problem) -> Problem:
-    return Problem(*(t if t is None else t.detach().clone().requires_grad_() for t in problem))
 
 
 @pytest.fixture(autouse=True)
@@ -529,22 +524,10 @@ def test_a_backend_must_prove_itself():
     assert answer[:2] == (False, "a tiny launch failed: RuntimeError: no kernel image")
 
 
-class _Operators(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.names.append(function.name())
-        return function(*arguments, **(keywords or {}))
-
-
 def test_an_observed_call_does_not_bypass_the_dispatcher():
     problem = make(dtype=torch.float32)
     y, stats = run_ffn(*problem)
-    with _Operators() as seen:
+    with Operators() as seen:
         observed, observed_stats = run_ffn(*problem)
     assert "twell::sparse_ffn" in seen.names
     assert torch.equal(observed, y)
