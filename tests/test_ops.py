@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn
-from twell.backends import dense, probe
+from twell.backends import dense
 from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
@@ -507,21 +507,6 @@ def test_a_backend_by_name_that_cannot_run_raises():
         run_ffn(x, None, up, up.t(), backend="reference")
     assert run_ffn(x, None, up, up.t(), backend="auto")[1].backend == "dense"
     assert issubclass(BackendUnavailable, RuntimeError)
-
-
-def test_a_backend_must_prove_itself():
-    def wrong(*args, **kwargs):
-        result = dense.BACKEND.forward(*args, **kwargs)
-        return result._replace(y=result.y + 1)
-
-    def failing(*args, **kwargs):
-        raise RuntimeError("no kernel image")
-
-    cpu = torch.device("cpu")
-    assert probe.launch(dense.BACKEND.forward, cpu, torch.bfloat16).ok
-    assert probe.launch(wrong, cpu, torch.float32)[:2] == (False, "a tiny launch gave a wrong result")
-    answer = probe.launch(failing, cpu, torch.float32)
-    assert answer[:2] == (False, "a tiny launch failed: RuntimeError: no kernel image")
 
 
 def test_an_observed_call_does_not_bypass_the_dispatcher():

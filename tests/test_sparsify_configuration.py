@@ -105,12 +105,6 @@ def test_a_wrapper_that_has_the_configuration_gets_the_copy_too():
     assert wrapper.config.hidden_act == "relu"
 
 
-def test_a_sparsified_model_generates_as_before():
-    plain, ours = two(hidden_act="relu")
-    arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
-    assert torch.equal(sparsify(ours).generate(TOKENS, **arguments), plain.generate(TOKENS, **arguments))
-
-
 @pytest.mark.parametrize("taken", [0, 1])
 def test_after_a_refusal_every_configuration_is_the_same_object_as_before(taken):
     """Of a model that is refused, and of another one before it that is taken."""
