@@ -59,6 +59,23 @@ def leaves(problem: Problem) -> Problem:
     return problem.each(lambda tensor: tensor.detach().clone().requires_grad_())
 
 
+def firing_block(rates: Tensor, hidden: int = 16) -> SparseFeedForward:
+    """A gated block whose neurons fire at these rates [N] on `rising_tokens`."""
+    torch.manual_seed(0)
+    block = SparseFeedForward(hidden, len(rates))
+    with torch.no_grad():
+        block.gate_proj.weight.zero_()
+        block.gate_proj.weight[:, 0], block.gate_proj.weight[:, 1] = 1, rates - 1
+    return block
+
+
+def rising_tokens(hidden: int = 16) -> Tensor:
+    """[1000, K]: the first column rises from 0 to 1, the second is 1."""
+    x = torch.zeros(1000, hidden)
+    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
+    return x
+
+
 def exact_pattern(counts: list[int], hidden: int, tile: int, tiles: int, device: str = "cpu") -> Problem:
     """A gated problem in bfloat16 whose token i has exactly counts[i] non-zeros in each of these tiles."""
     generator = torch.Generator(device).manual_seed(0)

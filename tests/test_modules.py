@@ -149,7 +149,7 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
 @pytest.mark.parametrize(
     ("stats", "compiled"), [(True, False), (True, True), pytest.param(False, True, marks=pytest.mark.slow)]
 )
-def test_a_model_with_checkpointing(stats, compiled):
+def test_training_with_gradient_checkpointing(stats, compiled):
     torch.manual_seed(0)
     model = sparsify(llama(), keep_stats=stats).train()
 

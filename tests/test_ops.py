@@ -363,22 +363,29 @@ def test_what_is_saved_has_the_promised_shapes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("stats", "dynamic"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
-def test_compile_fullgraph(backend, stats, dynamic):
+@pytest.mark.parametrize(
+    ("stats", "how"),
+    [
+        (True, {"backend": "aot_eager", "dynamic": True}),
+        pytest.param(False, {"backend": "aot_eager", "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param(True, {"backend": "inductor"}, marks=pytest.mark.slow),
+    ],
+)
+def test_compile_fullgraph(backend, stats, how):
     def loss(x, w_gate, w_up, w_down):
         y, seen = run_ffn(x, w_gate, w_up, w_down, backend=backend, stats=stats)
         total = y.square().sum()
         return total + 3 * seen.l1 if stats else total
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(loss, fullgraph=True, **how)
     for gated in (True, False):
         ours, plain = leaves(make(gated)), leaves(make(gated))
         compiled(*ours).backward()
         loss(*plain).backward()
         for a, b in zip(ours, plain, strict=True):
-            assert a is None or relative_error(a.grad, b.grad) < 1e-13
+            assert a is None or relative_error(a.grad, b.grad) < 1e-12
         with torch.no_grad():
-            assert relative_error(compiled(*ours), loss(*ours)) < 1e-14
+            assert relative_error(compiled(*ours), loss(*ours)) < 1e-13
 
 
 @pytest.mark.slow
@@ -420,20 +427,6 @@ def test_compile_under_autocast(backend):
     y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*problem)
     assert y.dtype == torch.bfloat16
     assert relative_error(y, forward(*problem)) < 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_inductor(backend):
-    def loss(*problem):
-        y, stats = run_ffn(*problem, backend=backend)
-        return y.square().sum() + 3 * stats.l1
-
-    ours, plain = leaves(make(dtype=torch.float32)), leaves(make(dtype=torch.float32))
-    torch.compile(loss, fullgraph=True)(*ours).backward()
-    loss(*plain).backward()
-    for a, b in zip(ours, plain, strict=True):
-        assert relative_error(a.grad, b.grad) < 1e-5
 
 
 # Choice of the backend
