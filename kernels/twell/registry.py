@@ -8,6 +8,7 @@ import functools
 import importlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -96,15 +97,15 @@ def why_not(
 
 
 @torch.compiler.assume_constant_result
-def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
-    """Whether this backend can run a gated block of this kind in inference: for torch.compile to ask while tracing, and
-    for every call, of which none repeats a tiny launch that failed."""
-    return _can_run(backend, device, dtype, hidden, intermediate)
+def can_run(backend: str, *kind: Any) -> bool:
+    """Whether this backend can run calls of this kind, the fields of a `Request`: for torch.compile to ask while
+    tracing, and for every call, of which none repeats a tiny launch that failed."""
+    return _can_run(backend, *kind)
 
 
 @functools.cache
-def _can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
-    return _why_not(backend, Request(device, dtype, hidden, intermediate, gated=True, training=False)) is None
+def _can_run(backend: str, *kind: Any) -> bool:
+    return _why_not(backend, Request(*kind)) is None
 
 
 def _why_not(name: str, request: Request) -> str | None:
@@ -113,19 +114,10 @@ def _why_not(name: str, request: Request) -> str | None:
 
 
 @functools.cache
-def _resolve(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    hidden: int,
-    intermediate: int,
-    gated: bool,
-    training: bool,
-    activation: str = RELU,
-) -> str:
+def _resolve(requested: str, *kind: Any) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
-    request = Request(device, dtype, hidden, intermediate, gated, training, activation)
+    request = Request(*kind)
     if requested == AUTO:
         return _fastest(request)
     if reason := _why_not(requested, request):
@@ -151,22 +143,13 @@ def _fastest(request: Request) -> str:
 
 
 @torch.compiler.assume_constant_result
-def resolve(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    hidden: int,
-    intermediate: int,
-    gated: bool,
-    training: bool,
-    activation: str = RELU,
-) -> str:
-    """The name of the backend that runs this call; decided and logged once per kind of request.
+def resolve(requested: str, *kind: Any) -> str:
+    """The name of the backend that runs calls of this kind, the fields of a `Request`; decided and logged once.
 
     Raises ValueError for an unknown name, and BackendUnavailable for a backend that was requested by name but cannot
     run. Takes plain values, since torch.compile calls it once while tracing and stores the result.
     """
-    return _resolve(requested, device, dtype, hidden, intermediate, gated, training, activation)
+    return _resolve(requested, *kind)
 
 
 @torch.compiler.assume_constant_result
