@@ -180,8 +180,7 @@ def _by_shape(module: nn.Module) -> list[Mlp]:
     children = dict(module.named_children())
     layers = {name: child.weight.shape for name, child in children.items() if isinstance(child, nn.Linear)}
     others = [name for name, child in children.items() if name not in layers and not _is_idle(child)]
-    more = len(others) > 1 or any(True for name in others for _ in children[name].parameters())
-    if more:
+    if len(others) > 1 or any(True for name in others for _ in children[name].parameters()):
         return []
     up = [name for name, shape in layers.items() if len(shape) == 2 and shape[0] > shape[1]]
     down = [name for name in layers if name not in up]
@@ -208,14 +207,13 @@ def _named(name: str, module: nn.Module) -> str:
 def _nothing_to_replace(model: nn.Module) -> str:
     wanted = f"{type(model).__name__} has no MLP to replace: two or three linear layers around a ReLU or its square"
     for name, module in model.named_modules():
-        layers = {key: child.weight for key, child in module.named_children() if _is_matrix(child)}
-        if 2 <= len(layers) <= 3 and _expands_and_contracts(layers.values()):
-            biased = [getattr(module.get_submodule(key), "bias", None) is not None for key in layers]
-            parts = ", ".join(
-                f"{key}: {type(module.get_submodule(key)).__name__}{' with a bias' if bias else ''}"
-                for key, bias in zip(layers, biased, strict=True)
-            )
-            advice = _BIASES if any(biased) else _WAY_OUT
+        layers = {key: child for key, child in module.named_children() if _is_matrix(child)}
+        if 2 <= len(layers) <= 3 and _expands_and_contracts(layer.weight for layer in layers.values()):
+            biases = {
+                key: "" if getattr(layer, "bias", None) is None else " with a bias" for key, layer in layers.items()
+            }
+            parts = ", ".join(f"{key}: {type(layer).__name__}{biases[key]}" for key, layer in layers.items())
+            advice = _BIASES if any(biases.values()) else _WAY_OUT
             return f"{wanted}. {_named(name, module)} has another structure ({parts}). {advice}"
     return f"{wanted}. {_WAY_OUT}"
 

@@ -80,14 +80,16 @@ def gate(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("tokens", "gated"), [(1, True), (18, False)])
-def test_any_number_of_tokens(tokens, gated):
-    check(backend, make_problem(tokens, 128, 150, 10.0, gated=gated))
-
-
-@pytest.mark.parametrize(("hidden", "intermediate"), [(16, 8), (80, 250), (336, 64), (2112, 70), (8192, 40)])
-def test_any_size(hidden, intermediate):
-    check(backend, make_problem(3, hidden, intermediate, intermediate / 8))
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "gated"),
+    [
+        *((3, *sizes, True) for sizes in ((16, 8), (80, 250), (336, 64), (2112, 70), (8192, 40))),
+        (1, 128, 150, True),
+        (18, 128, 150, False),
+    ],
+)
+def test_any_size(tokens, hidden, intermediate, gated):
+    check(backend, make_problem(tokens, hidden, intermediate, intermediate / 8, gated=gated))
 
 
 @pytest.mark.slow
@@ -338,15 +340,12 @@ def test_a_square_that_overflows(gated, hot):
 # Training.
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_gradients(gated):
-    problem = make_problem(66, 16, 8, 0.5, gated=gated)
-    check(backend, problem, upstream(problem), 0.5)
-
-
-@pytest.mark.parametrize(("hidden", "gated"), [(16, True), (80, False), (2112, False), (8192, True)])
-def test_gradients_of_any_hidden_size(hidden, gated):
-    problem = make_problem(2, hidden, 6, 2.0, gated=gated, dead=0.0)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "gated"),
+    [(66, 16, True), (66, 16, False), (2, 16, True), (2, 80, False), (2, 2112, False), (2, 8192, True)],
+)
+def test_gradients_of_any_size(tokens, hidden, gated):
+    problem = make_problem(tokens, hidden, 6, 2.0, gated=gated, dead=0.0)
     check(backend, problem, upstream(problem), 0.5)
 
 

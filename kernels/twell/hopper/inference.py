@@ -116,23 +116,20 @@ class PackedGate:
         self.overflow = torch.empty((), dtype=torch.int64, device=device) if count_overflow else None
         self.overflow_at = self.address if self.overflow is None else self.overflow.data_ptr()
 
-    def _part(self, start: int, end: int) -> Tensor:
-        return self._block[start:end]
-
     @property
     def words(self) -> Tensor:
         at = self.layout
-        return self._part(at.words, at.spilled).view(at.tokens, at.tiles, at.tiling.slots)
+        return self._block[at.words : at.spilled].view(at.tokens, at.tiles, at.tiling.slots)
 
     @property
     def spilled(self) -> Tensor:
         at = self.layout
-        return self._part(at.spilled, at.counts).view(torch.bfloat16).view(at.tokens, at.tiles, at.tiling.tile)
+        return self._block[at.spilled : at.counts].view(torch.bfloat16).view(at.tokens, at.tiles, at.tiling.tile)
 
     @property
     def counts(self) -> Tensor:
         at = self.layout
-        return self._part(at.counts, at.link).view(at.tokens, at.tiles)
+        return self._block[at.counts : at.link].view(at.tokens, at.tiles)
 
     def to_twell(self) -> TwELL:
         """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
