@@ -1,15 +1,17 @@
 """Hot neurons: the split between dense products and a sparse backend is exact for any choice of neurons."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from calls import change, leaves, make_block, run_ffn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
 from twell.hot import hot_neurons
-from twell.interface import HotSteps
+from twell.interface import Availability, HotSteps
 from twell.launch_cache import LAUNCHES
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
@@ -270,7 +272,7 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     assert h_at_once() is None
 
 
-def graph_of(plan):
+def graph_of(plan, dynamic=None, **options):
     """A compiled `sparse_ffn`, and the texts of its graphs."""
     graphs = []
 
@@ -279,16 +281,42 @@ def graph_of(plan):
         return graph.forward
 
     torch.compiler.reset()
-    return torch.compile(lambda *problem: sparse_ffn(*problem, plan=plan), backend=keep, fullgraph=True), graphs
+    call = functools.partial(sparse_ffn, plan=plan, **options)
+    return torch.compile(lambda *problem: call(*problem), backend=keep, fullgraph=True, dynamic=dynamic), graphs
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(made, monkeypatch):
-    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: made and not options.training)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("left", "shape", "dtype", "options"),
+    [
+        (True, (2, 4096, 64), torch.bfloat16, {"plan": "dense"}),
+        (True, (8192, 64), torch.bfloat16, {"plan": Plan("triton", up_to=((20_000, "dense"),))}),
+        (False, (2, 4095, 64), torch.bfloat16, {"plan": "dense"}),
+        (False, (8192, 64), torch.float32, {"plan": "dense"}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "dynamic": True}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "activation": "relu2"}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "return_stats": True}),
+    ],
+)
+def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(
+    left, shape, dtype, options, monkeypatch
+):
+    """With fake tensors of a GPU, on which nothing is computed."""
+    monkeypatch.setattr(registry, "probe", lambda name, device: Availability(True, "a test"))
+    for name in ("_resolve", "_can_run"):
+        monkeypatch.setattr(registry, name, functools.cache(getattr(registry, name).__wrapped__))
+    run, graphs = graph_of(**options)
+    with FakeTensorMode():
+        run(*(torch.empty(size, device="cuda", dtype=dtype) for size in (shape, (256, 64), (256, 64), (64, 256))))
+    assert ("twell.sparse_ffn" in graphs[-1]) == left
+
+
+def test_the_operator_computes_dense_products_too_and_a_training_has_none_of_it(monkeypatch):
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: not options.training)
     run, graphs = graph_of("dense")
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
-    assert ("twell.sparse_ffn" in graphs[-1]) == made
+    assert "twell.sparse_ffn" in graphs[-1]
     run(*leaves(problem)).sum().backward()
     assert "twell.sparse_ffn" not in graphs[-1]
 
