@@ -94,4 +94,4 @@ def test_hot_neurons_without_triton(monkeypatch):
 
     monkeypatch.delattr(twell.triton, "few", raising=False)
     monkeypatch.setitem(sys.modules, "twell.triton.few", None)
-    assert not registry.needs_no_hot("triton", 4, 64)
+    assert not registry.has_few_tokens("triton", 4, 64)

@@ -18,10 +18,9 @@ from .memory import PIECE
 
 
 class PreparedCall(NamedTuple):
-    """A fully prepared call, x -> y, and the name of the backend that runs it."""
+    """A fully prepared call, x -> y."""
 
     run: Callable[[Tensor], Tensor]
-    backend: str
 
 
 class LaunchCache:
@@ -89,4 +88,4 @@ def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weigh
     if make is None or not x.numel() or not x.is_contiguous() or x.numel() > PIECE * x.shape[-1]:
         return  # the last: a call in pieces takes longer on the device than on the host
     if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
-        LAUNCHES.put(key, PreparedCall(run, backend))
+        LAUNCHES.put(key, PreparedCall(run))

@@ -181,7 +181,7 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         check_problem(x, w_gate, w_up, w_down)
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    if plan.hot and not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
+    if plan.hot and not registry.has_few_tokens(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
         return None, None
     if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
         return None, None  # what is prepared does not screen

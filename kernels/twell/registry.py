@@ -154,15 +154,10 @@ def resolve(requested: str, *kind: Any) -> str:
 
 @torch.compiler.assume_constant_result
 def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
-    """Whether this backend, which must be registered, needs no hot neurons for so few tokens."""
-    few_tokens = get(name).few_tokens
+    """Whether this backend needs no hot neurons for so few tokens, for which it has kernels of their own. False for
+    AUTO and unknown names."""
+    few_tokens = get(name).few_tokens if name in FILES else None
     return few_tokens is not None and few_tokens(tokens, hidden)
-
-
-def needs_no_hot(name: str, tokens: int, hidden: int) -> bool:
-    """Whether a call without gradients and statistics gains nothing from hot neurons: dense products compute all
-    neurons alike, and some backends have kernels of their own for few tokens. False for AUTO and unknown names."""
-    return name == DENSE or (name in FILES and has_few_tokens(name, tokens, hidden))
 
 
 @torch.compiler.assume_constant_result
