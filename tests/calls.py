@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twell import FFNStats, Plan, SparseFeedForward, sparse_ffn
-from twell.testing import Problem
+from twell.testing import Problem, make_problem
 
 OF_PLANS = ("backend", "hot", "up_to", "capacity", "backup", "screened")
 OF_BLOCKS = ("activation", "keep_stats", "device", "dtype")
@@ -42,6 +42,12 @@ def change(block: SparseFeedForward, **fields: Any) -> None:
     block.plan = replace(block.plan, **{name: getattr(given, name) for name in fields})
 
 
+def y_and_l1(*operands: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
+    """(y, L1 term) of `run_ffn`, as `twell.testing.check` compares them."""
+    y, stats = run_ffn(*operands, **named)
+    return y, stats.l1
+
+
 class Operators(TorchDispatchMode):
     """Notes the names of the operators that run."""
 
@@ -52,6 +58,17 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.names.append(function.name())
         return function(*arguments, **(keywords or {}))
+
+
+def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
+    """30 tokens of a small block."""
+    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
+
+
+def upstream(problem: Problem) -> Tensor:
+    """A gradient of y."""
+    generator = torch.Generator(problem.x.device).manual_seed(1)
+    return torch.randn(problem.x.shape, device=problem.x.device, generator=generator).to(problem.x.dtype)
 
 
 def leaves(problem: Problem) -> Problem:

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from calls import change, leaves, make_block, run_ffn
+from calls import change, leaves, make, make_block, run_ffn, upstream, y_and_l1
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
@@ -13,15 +13,11 @@ from twell.backends import dense, hopper
 from twell.hot import hot_neurons
 from twell.interface import Availability, HotSteps
 from twell.launch_cache import LAUNCHES
-from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 FORWARD = torch.ops.twell.sparse_ffn.default
-
-
-def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
-    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
 
 
 INDEX = torch.tensor([1, 5, 30])
@@ -34,14 +30,8 @@ INDEX = torch.tensor([1, 5, 30])
 def test_every_result_and_gradient(hot, gated, backend, activation):
     """Of neurons by index, and of a number of leading ones."""
     problem = make(gated)
-    neurons = torch.tensor(hot, dtype=torch.int64) if isinstance(hot, list) else hot
-
-    def run(*operands):
-        y, stats = run_ffn(*operands, backend=backend, hot=neurons, activation=activation)
-        return y, stats.l1
-
-    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    check(run, problem, dy, 0.3, activation)
+    run = functools.partial(y_and_l1, backend=backend, hot=hot, activation=activation)
+    check(run, problem, upstream(problem), 0.3, activation)
     with torch.no_grad():
         check(run, problem, None, 0.3, activation)
 

@@ -1,11 +1,12 @@
 """`sparse_ffn` as an operator: inputs of every kind, autograd, autocast, torch.compile, opcheck, choice of backend."""
 
+import functools
 import itertools
 import logging
 
 import pytest
 import torch
-from calls import Operators, leaves, make_block, run_ffn
+from calls import Operators, leaves, make_block, run_ffn, y_and_l1
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -78,18 +79,13 @@ def test_strided_inputs(backend):
     )
     assert not any(t.is_contiguous() for t in strided)
     dy = torch.randn(24, 16, dtype=torch.float64).t().contiguous().t()
-    got = evaluate(lambda *p: _y_and_l1(*p, backend=backend), strided, dy, 2.0)
+    got = evaluate(lambda *p: y_and_l1(*p, backend=backend), strided, dy, 2.0)
     wanted = evaluate(plain_ffn, Problem(x, gate, up, down), dy, 2.0)
     for name in wanted:
         assert relative_error(got[name], wanted[name]) < 1e-13, name
     # Expanded along the tokens: stride 0.
     y, _ = run_ffn(x[:1].expand(5, 16), gate, up, down, backend=backend)
     assert relative_error(y, run_ffn(x[:1], gate, up, down)[0].expand(5, 16)) < 1e-14
-
-
-def _y_and_l1(x, w_gate, w_up, w_down, **kwargs):
-    y, stats = run_ffn(x, w_gate, w_up, w_down, **kwargs)
-    return y, stats.l1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -102,7 +98,7 @@ def test_gradients_exactly_where_they_are_asked_for(backend, gated):
         inputs = problem._asdict()
         for name, required in zip(names, asked, strict=True):
             inputs[name] = inputs[name].detach().clone().requires_grad_(required)
-        y, l1 = _y_and_l1(*inputs.values(), backend=backend)
+        y, l1 = y_and_l1(*inputs.values(), backend=backend)
         assert y.requires_grad == any(asked)
         if any(asked):
             ((y * dy).sum() + 2 * l1).backward()
@@ -131,7 +127,7 @@ def test_only_l1_or_only_y_reaches_the_loss(backend):
     problem = make()
     for use in ("y", "l1"):
         ours, plain = leaves(problem), leaves(problem)
-        results = dict(zip(("y", "l1"), _y_and_l1(*ours, backend=backend), strict=True))
+        results = dict(zip(("y", "l1"), y_and_l1(*ours, backend=backend), strict=True))
         results[use].sum().backward()
         dict(zip(("y", "l1"), plain_ffn(*plain), strict=True))[use].sum().backward()
         for name in ("x", "w_gate", "w_up"):
@@ -240,7 +236,7 @@ def test_bad_input_says_what_came_and_what_is_wanted(message):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_second_derivative_raises(backend):
     problem = leaves(make())
-    y, l1 = _y_and_l1(*problem, backend=backend)
+    y, l1 = y_and_l1(*problem, backend=backend)
     (dx,) = torch.autograd.grad(y.square().sum() + l1, problem.x, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivative only"):
         dx.sum().backward()
@@ -252,7 +248,7 @@ def test_activation_checkpointing_and_compile(backend, activation):
     problem, dy = make(), torch.randn(24, 16, dtype=torch.float64)
 
     def run(*operands):
-        return _y_and_l1(*operands, backend=backend, activation=activation)
+        return y_and_l1(*operands, backend=backend, activation=activation)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     wanted = evaluate(lambda *p: plain_ffn(*p, activation), problem, dy, 3.0)
@@ -538,10 +534,7 @@ def test_transformations_of_torch_func_are_those_of_plain_torch(gated):
             grad(lambda x: grad(total)(x, *weights).square().sum())(problem.x),
         ]
 
-    def ours(x, w_gate, w_up, w_down):
-        y, stats = run_ffn(x, w_gate, w_up, w_down, backend="dense")
-        return y, stats.l1
-
+    ours = functools.partial(y_and_l1, backend="dense")
     for got, wanted in zip(transformed(ours), transformed(plain_ffn), strict=True):
         torch.testing.assert_close(got, wanted)
 

@@ -4,19 +4,15 @@ import copy
 
 import pytest
 import torch
-from calls import change, make_block, run_ffn
+from calls import change, make, make_block, run_ffn
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, sparse_ffn
-from twell.testing import Problem, make_problem, relative_error
+from twell.testing import Problem, relative_error
 from twell.tuning.order import can_be_ordered, firing_order, first_neurons, neuron_order, order_neurons, restore_order
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
-    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
 
 
 def a_block(problem: Problem, **settings) -> SparseFeedForward:

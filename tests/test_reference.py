@@ -1,10 +1,11 @@
 """The reference against float64 autograd of plain torch: results, every gradient, NaN and Inf, ragged patterns."""
 
+import functools
 import random
 
 import pytest
 import torch
-from calls import leaves, run_ffn
+from calls import leaves, run_ffn, upstream, y_and_l1
 from pairwise import pairwise
 
 from twell import reference
@@ -16,17 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def run(backend, **options):
-    def function(x, w_gate, w_up, w_down):
-        y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend, **options)
-        return y, stats.l1
-
-    return function
-
-
-def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(problem.x.shape, generator=generator).to(problem.x.dtype)
+run = functools.partial(y_and_l1, backend="reference")
 
 
 @pairwise(
@@ -47,9 +38,9 @@ def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
 def test_results_and_gradients(backend, gated, dtype, activation, plan, sizes):
     tokens, hidden, intermediate, nnz = sizes
     problem = make_problem(tokens, hidden, intermediate, nnz, gated=gated, dtype=dtype)
-    ours = run(backend, activation=activation, **plan)
+    ours = functools.partial(y_and_l1, backend=backend, activation=activation, **plan)
     # The L1 gradient weighs as much as that of y.
-    check(ours, problem, gradient(problem), 0.5 * tokens, activation)
+    check(ours, problem, upstream(problem), 0.5 * tokens, activation)
     check(ours, problem, activation=activation)  # inference takes another plan
 
 
@@ -70,7 +61,7 @@ def test_the_share_of_the_backup(gated):
     problem = make_problem(80, 16, 300, 60, gated=gated, dtype=torch.float64)
     heavy = (run_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
     for share, rows in ((0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
-        check(run("reference", capacity=32, backup=share), problem, gradient(problem), l1=3.0)
+        check(functools.partial(run, capacity=32, backup=share), problem, upstream(problem), l1=3.0)
         _, stats = run_ffn(*leaves(problem), backend="reference", capacity=32, backup=share)
         assert stats.overflow.item() == max(0, heavy - rows)
     assert heavy > 41
@@ -93,15 +84,15 @@ def test_nan_and_inf_are_where_plain_torch_has_them(seed):
     problem = make_problem(
         tokens, hidden, intermediate, intermediate / 10, seed=seed, dtype=dtype, gated=seed % 2 == 0, dead=0
     )
-    dy = gradient(problem)
+    dy = upstream(problem)
     for _ in range(draw.randint(1, 2)):
         target = draw.choice([problem.x, dy]).view(-1)
         target[draw.randrange(target.numel())] = draw.choice([float("nan"), float("inf"), -float("inf")])
     l1 = draw.choice([0.0, 1.0, float("nan"), float("inf")])
     # oneDNN's bfloat16 products on a CPU may spread a NaN to a neighbouring row; float32's do not.
     wanted = evaluate(plain_ffn, Problem(*(t if t is None else t.float() for t in problem)), dy.float(), l1)
-    got = evaluate(run("reference"), problem, dy, l1)
-    got["y in inference"], wanted["y in inference"] = evaluate(run("reference"), problem)["y"], wanted["y"]
+    got = evaluate(run, problem, dy, l1)
+    got["y in inference"], wanted["y in inference"] = evaluate(run, problem)["y"], wanted["y"]
     for name, value in wanted.items():
         assert torch.equal(value.isnan(), got[name].isnan()), name
         assert torch.equal(value.isinf(), got[name].isinf()), name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from calls import change, make_block
-from tiny_models import SIZES, TOKENS
+from tiny_models import SIZES, TOKENS, logits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -92,11 +92,6 @@ def tiny(kind: str = "llama", device: str = "cpu", **changes) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **changes})).eval()
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    return model(TOKENS, use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", REPLACED)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import SIZES, TOKENS
+from tiny_models import SIZES, TOKENS, logits
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -37,11 +37,6 @@ def multimodal() -> nn.Module:
     return Mistral3ForConditionalGeneration(
         Mistral3Config(text_config=text, vision_config=vision, image_token_index=1)
     ).eval()
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    return model(TOKENS, use_cache=False).logits
 
 
 def configurations(model: nn.Module) -> list[tuple[nn.Module, str, object]]:

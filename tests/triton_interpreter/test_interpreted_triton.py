@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from calls import Operators, exact_pattern, leaves, make_block, run_ffn
+from calls import Operators, exact_pattern, leaves, make_block, run_ffn, upstream, y_and_l1
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, memory, ops, registry
@@ -30,14 +30,7 @@ from twell.testing import (
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def backend(x, w_gate, w_up, w_down, capacity=1000, **options):
-    y, stats = run_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, **options)
-    return y, stats.l1
-
-
-def upstream(problem):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(problem.x.shape, generator=generator).to(torch.bfloat16)
+backend = functools.partial(y_and_l1, backend="triton", capacity=1000)
 
 
 def use(monkeypatch, **config):
@@ -288,8 +281,7 @@ def test_what_it_cannot_do_is_reported():
 # Squared ReLU.
 
 
-def squared(*problem, **options):
-    return backend(*problem, activation="relu2", **options)
+squared = functools.partial(backend, activation="relu2")
 
 
 @pytest.mark.slow
