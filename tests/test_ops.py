@@ -162,18 +162,17 @@ def test_neurons_have_weights_in_the_l1_term(plan, gated, activation, compiled):
 
 
 @pytest.mark.parametrize(
-    ("weight", "backend", "error", "message"),
+    ("weight", "error", "message"),
     [
-        (torch.ones(39), "dense", ValueError, r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu"),
-        (torch.ones(40, dtype=torch.int64), "dense", TypeError, "l1_weight must be a floating tensor"),
+        (torch.ones(39), ValueError, r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu"),
+        (torch.ones(40, dtype=torch.int64), TypeError, "l1_weight must be a floating tensor"),
     ],
 )
-def test_weights_of_the_l1_term_that_cannot_be_used(weight, backend, error, message):
+def test_weights_of_the_l1_term_that_cannot_be_used(weight, error, message):
     with pytest.raises(error, match=message):
-        run_ffn(*make(), backend=backend, l1_weight=weight)
-    if backend == "dense":
-        with pytest.raises(error, match=message):
-            SparseFeedForward(16, 40).l1_weight = weight
+        run_ffn(*make(), l1_weight=weight)
+    with pytest.raises(error, match=message):
+        SparseFeedForward(16, 40).l1_weight = weight
 
 
 def test_dense_without_stats_is_plain_torch_bit_for_bit():
