@@ -151,29 +151,24 @@ def _add_in_pieces(
     return rest
 
 
-def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
+def add_prefix(backend: Backend, x: Tensor, hot: Weights, rest: Forward, activation: str) -> Forward:
     """Add a prefix of H hot neurons to `rest`, without gradients.
 
     rest: the forward of the other neurons, overwritten; its statistics are those of a block whose prefix never fired.
-    hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch.
+    hot: the prefix's weights, slices [H, K].
     """
-    gated = hot.gate is not None
+    gated, steps = hot.gate is not None, _steps(backend)
     inner = [w for w in (hot.gate, hot.up) if w is not None]
 
     def add(x: Tensor, rest: Forward) -> Forward:
         neurons = torch.arange(hot.up.shape[0], device=x.device)
-        if steps is None:
-            pre = torch.cat([F.linear(x, w) for w in inner], 1)
-        else:
-            pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
-            for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
-                torch.mm(x, w.t(), out=out)
-        h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
+        pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
+        for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
+            torch.mm(x, w.t(), out=out)
+        h_MH, whole = steps.activate(pre, neurons, gated, rest, activation, hot.l1)
         return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
-    if steps is None or rest.nonzeros is not None:
-        return add(x, rest)
-    return _add_in_pieces(add, x, rest, hot, activation, steps)
+    return add(x, rest) if rest.nonzeros is not None else _add_in_pieces(add, x, rest, hot, activation, steps)
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:

@@ -253,7 +253,7 @@ def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
     leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t(), of_prefix)
-    return hot_split.add_prefix(x, leading, whole, options.activation, registry.get(name).hot)
+    return hot_split.add_prefix(registry.get(name), x, leading, whole, options.activation)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
