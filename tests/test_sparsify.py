@@ -19,40 +19,19 @@ from twell.tuning.order import neuron_order, order_neurons
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}
-# Model types of transformers that sparsify takes, with what their tiny model needs. The table of kernels/README.md.
-REPLACED = {
-    "arcee": {},
-    "cohere": {},
-    "cohere2": {},
-    "cwm": {},
+# Model types of transformers that sparsify takes: the table of kernels/README.md.
+TYPES = (
+    "arcee cohere cohere2 cwm deepseek_v3 diffllama doge ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium "
+    "hunyuan_v1_dense llama minicpm3 ministral ministral3 mistral nanochat nemotron olmo olmo2 olmo3 qwen2 qwen3 "
+    "seed_oss smollm3 stablelm vaultgemma"
+)
+# What the tiny models of some of them need.
+NEEDED = {
     "deepseek_v3": {**LATENT, "kv_lora_rank": 16, "first_k_dense_replace": 2},
-    "diffllama": {},
-    "doge": {},
-    "ernie4_5": {},
-    "exaone4": {},
-    "gemma": {},
-    "gemma2": {},
-    "gemma3_text": {},
-    "granite": {},
-    "helium": {},
-    "hunyuan_v1_dense": {},
-    "llama": {},
     "minicpm3": LATENT,
-    "ministral": {},
-    "ministral3": {},
-    "mistral": {},
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {},
-    "qwen2": {},
-    "qwen3": {},
     "seed_oss": {"residual_dropout": 0.0},
-    "smollm3": {},
-    "stablelm": {},
-    "vaultgemma": {},
 }
+REPLACED = {kind: NEEDED.get(kind, {}) for kind in TYPES.split()}
 EXPERTS, SHARED = "is a mixture of experts", "the activation of the MLPs is also that of"
 # Model types that it refuses, and why.
 REFUSED = {

@@ -248,7 +248,7 @@ def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
     plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)  # that one exists
     y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
-    whole = Forward(y, None, None, None, None)
+    whole = Forward(y)
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)

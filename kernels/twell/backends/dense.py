@@ -29,13 +29,12 @@ PIECE = 16384  # tokens whose gradients are computed at once where the forward s
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     if not options.training and not options.stats:
-        y_MK = inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation)
-        return Forward(y_MK, None, None, None, overflow=None)
+        return Forward(inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation))
     g_MN, *up = saved = _saved(x_MK, weights)
     h_MN = hidden_of(g_MN, up[0] if up else None, options.activation)
     y_MK = F.linear(h_MN, weights.down.t())
     nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN, weights.l1) if options.stats else (None, None, None)
-    return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
+    return Forward(y_MK, nonzeros_M, l1, fired_N, saved=saved if options.training else ())
 
 
 def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
@@ -129,11 +128,11 @@ def traced(x_MK: Tensor, weights: Weights, activation: str, *, stats: bool) -> F
     h_MN = a_MN if weights.gate is None else a_MN * F.linear(x_MK, weights.up)
     y_MK = F.linear(h_MN, weights.down.t())
     if not stats:
-        return Forward(y_MK, None, None, None, overflow=None)
+        return Forward(y_MK)
     active_MN, wide = g_MN != 0, torch.promote_types(h_MN.dtype, torch.float32)
     size_MN = h_MN.abs() if weights.l1 is None else h_MN.abs() * weights.l1
     l1 = size_MN.sum(dtype=wide) / max(h_MN.shape[0], 1)
-    return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0), overflow=None)
+    return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0))
 
 
 def _backward(

@@ -88,8 +88,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             weights = _in_memory(weights)
             alone = not (stats or training)
             if alone and cold is None and kernels.few is not None and kernels.few.takes(*x.shape):
-                y_MK = kernels.few.forward(x, weights, squared=squared)
-                return Forward(y_MK, None, None, None, None)
+                return Forward(kernels.few.forward(x, weights, squared=squared))
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
@@ -99,7 +98,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
                     kernels.gated_down(
                         kernels.gate_pack(piece, weights, stats=False, **left), piece, weights, squared=squared, out=out
                     )
-                return Forward(y_MK, None, None, None, None)
+                return Forward(y_MK)
             packed = kernels.gate_pack(x, weights, stats=stats, **left)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
@@ -201,6 +200,5 @@ def _nothing(x: Tensor, weights: Weights, saved: Sequence[Tensor]) -> Forward:
         x.new_zeros(0, dtype=torch.int32),
         x.new_zeros((), dtype=torch.float32),
         x.new_zeros(weights.up.shape[0], dtype=torch.bool),
-        overflow=None,
         saved=saved,
     )
