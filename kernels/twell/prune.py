@@ -16,6 +16,7 @@ from .modules import SparseFeedForward, check_whole, feed_forward_blocks, patter
 from .ops import sparse_ffn
 from .registry import DENSE
 from .tuning.common import check_all_ran, checked_tokens, hooked
+from .tuning.order import kept_count
 from .tuning.saved import CONFIG_KEY, save_plans, unwrapped
 
 MULTIPLE = 128  # of the width that is left: columns of an output tile of a dense product; half a tile of TwELL
@@ -92,11 +93,10 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prune; `sparsify` puts them there")
     check_whole("prune_silent", blocks)
     _check_own_weights(model, blocks)
-    fired: dict[nn.Module, Tensor] = {}
-    tokens: Counter[nn.Module] = Counter()
+    fired: dict[SparseFeedForward, Tensor] = {}
+    tokens: Counter[SparseFeedForward] = Counter()
 
-    def count(block: nn.Module, x: Tensor) -> None:
-        assert isinstance(block, SparseFeedForward)
+    def count(block: SparseFeedForward, x: Tensor) -> None:
         tokens[block] += checked_tokens(x, "prune_silent")
         _, stats = sparse_ffn(x, *weights_of(block), block.activation, DENSE, return_stats=True)
         fired[block] = stats.fired | fired.get(block, stats.fired)
@@ -140,11 +140,8 @@ def _kept(fired: Tensor, width: int) -> Tensor:
     return first.sort().values
 
 
-def _widths(fired: Mapping[nn.Module, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
-    widths = {}
-    for block, neurons in fired.items():
-        assert isinstance(block, SparseFeedForward)
-        widths[block] = min(len(neurons), max(1, -(-int(neurons.sum()) // MULTIPLE)) * MULTIPLE)
+def _widths(fired: Mapping[SparseFeedForward, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
+    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
     for _, described in configs:
         widths |= dict.fromkeys(described, max(widths[block] for block in described))
     return widths
@@ -250,11 +247,10 @@ def _measured(
 ) -> tuple[_Outputs, tuple[int, int, int]]:
     """The outputs before neurons are removed, and (tokens, how often these neurons fire, how many of them do). Raises
     ValueError for outputs without logits, and for inputs without tokens."""
-    firings: dict[nn.Module, Tensor] = {}
-    tokens: Counter[nn.Module] = Counter()
+    firings: dict[SparseFeedForward, Tensor] = {}
+    tokens: Counter[SparseFeedForward] = Counter()
 
-    def count(block: nn.Module, x: Tensor) -> None:
-        assert isinstance(block, SparseFeedForward)
+    def count(block: SparseFeedForward, x: Tensor) -> None:
         tokens[block] += checked_tokens(x, "held_out")
         rows = pattern_layer(block).weight
         removed = torch.ones(len(rows), dtype=torch.bool, device=rows.device).index_fill(0, kept[block], False)

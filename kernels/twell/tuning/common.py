@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -78,11 +78,11 @@ def fastest_by_form(milliseconds: dict[Plan, float]) -> dict[Form, float]:
 
 
 @contextmanager
-def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+def hooked(blocks: Sequence[SparseFeedForward], hook: Callable[[SparseFeedForward, Tensor], None]) -> Iterator[None]:
     """Calls `hook` with the block and its input x, given by position or by name, before each forward of these
     blocks."""
 
-    def with_input(block: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    def with_input(block: Any, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         hook(block, arguments[0] if arguments else named["x"])
 
     handles = [block.register_forward_pre_hook(with_input, with_kwargs=True) for block in blocks]

@@ -26,8 +26,7 @@ BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `
 class FiringOrder(NamedTuple):
     """neurons: int64 [N], a permutation: most active first, those that never fired last. prefixes: numbers of neurons
     in front to try as hot ones, ascending, none of them 0. kept: how many, in front, remain where the silent ones are
-    left out: all that fired, and as many more as make a multiple of KEPT_MULTIPLE (at most N). rare: how many, at the
-    end, have a rate of at most RARE."""
+    left out (`kept_count`). rare: how many, at the end, have a rate of at most RARE."""
 
     neurons: Tensor
     prefixes: tuple[int, ...]
@@ -48,11 +47,16 @@ def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
     x: [..., K]; w_gate: [N, K] (w_up of a non-gated block); fired: bool [N], over all of x, as in `FFNStats`: a neuron
     that the sample of `firing_rates` misses is not silent. Waits for the device.
     """
-    rates, neurons = firing_rates(x, w_gate), w_gate.shape[0]
+    rates = firing_rates(x, w_gate)
     order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
     prefixes = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in RATES} - {0})
-    kept = max(1, -(-int(fired.sum()) // KEPT_MULTIPLE)) * KEPT_MULTIPLE
-    return FiringOrder(order, tuple(prefixes), min(neurons, kept), int((rates <= RARE).sum()))
+    return FiringOrder(order, tuple(prefixes), kept_count(fired, KEPT_MULTIPLE), int((rates <= RARE).sum()))
+
+
+def kept_count(fired: Tensor, multiple: int) -> int:
+    """How many neurons remain where silent ones are left out: all that fired, bool [N], and as many more as make such a
+    multiple (at most N)."""
+    return min(len(fired), max(1, -(-int(fired.sum()) // multiple)) * multiple)
 
 
 def first_neurons(weights: BlockWeights, count: int) -> BlockWeights:
