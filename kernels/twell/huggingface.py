@@ -349,7 +349,7 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     # By model of transformers: of each MLP, the module with the configuration that describes it.
     roots: dict[str, dict[str, tuple[nn.Module, Mlp]]] = {}
     for name, mlp in mlps.items():
-        owners = [owner for owner in _prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
+        owners = [owner for owner in prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
         models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
         if models:  # a plain PyTorch model has no configuration
             wanted = roots.setdefault(models[0], {})
@@ -362,7 +362,7 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
             for value in filter(_is_configuration, vars(module).values()):
                 copy.deepcopy(value, copies)
         _set_activations(root, copies, wanted)
-        wrappers = [model.get_submodule(prefix) for prefix in _prefixes(path)[:-1]]
+        wrappers = [model.get_submodule(prefix) for prefix in prefixes(path)[:-1]]
         changes += [
             (module, attribute, copies[id(value)])
             for module in (*wrappers, *root.modules())
@@ -373,7 +373,8 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
         setattr(module, attribute, own)
 
 
-def _prefixes(name: str) -> list[str]:
+def prefixes(name: str) -> list[str]:
+    """The names of the modules that hold the one of this name, from the model's own, "", to itself."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 

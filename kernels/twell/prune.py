@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .huggingface import prefixes
 from .memory import neuron_major
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer, weights_of
 from .ops import sparse_ffn
@@ -185,9 +186,7 @@ def _configs(model: nn.Module, blocks: list[SparseFeedForward]) -> list[Describe
     names = {module: name for name, module in model.named_modules()}
     found: dict[int, Described] = {}  # by the configuration's id: they have no hash
     for block in blocks:
-        parts = names[block].split(".") if names[block] else []
-        owners = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
-        configs = [vars(owner).get("config") for owner in owners]
+        configs = [vars(model.get_submodule(owner)).get("config") for owner in prefixes(names[block])]
         configs = [config for config in configs if hasattr(config, "to_dict")]
         if configs:
             config = configs[-1]
