@@ -295,7 +295,8 @@ def _run(
 
 
 def _makes_h_at_once(inputs: Inputs, options: Options) -> bool:
-    """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h."""
+    """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h. One
+    for any number of tokens does not: to ask would split its range, an error where `mark_dynamic` was given one."""
     x, w_gate, w_up, _ = inputs
     if options.training or options.stats or not (is_fixed(x.shape[0]) and is_static(x.shape[0])):
         return False
