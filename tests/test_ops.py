@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from calls import Operators, leaves, make_block, run_ffn, y_and_l1
+from calls import Operators, leaves, make, make_block, run_ffn, y_and_l1
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -15,16 +15,12 @@ from twell import Plan, SparseFeedForward, available_backends, registry, sparse_
 from twell.backends import dense
 from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
-from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
+from twell.testing import Problem, check, evaluate, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 BACKENDS = ("dense", "reference")
 FORWARD, BACKWARD = torch.ops.twell.sparse_ffn.default, torch.ops.twell.sparse_ffn_backward.default
-
-
-def make(gated: bool = True, dtype: torch.dtype = torch.float64, **kwargs) -> Problem:
-    return make_problem(24, 16, 40, 8, gated=gated, dtype=dtype, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +32,7 @@ def _fresh_compiler():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(16,), (1, 16), (24, 16), (2, 3, 16), (2, 1, 3, 4, 16), (0, 16), (3, 0, 16)])
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (30, 16), (2, 3, 16), (2, 1, 3, 4, 16), (0, 16), (3, 0, 16)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_any_leading_dimensions(backend, shape, gated):
     _, gate, up, down = make(gated)
@@ -78,7 +74,7 @@ def test_strided_inputs(backend):
         down.t().contiguous().t(),
     )
     assert not any(t.is_contiguous() for t in strided)
-    dy = torch.randn(24, 16, dtype=torch.float64).t().contiguous().t()
+    dy = torch.randn(30, 16, dtype=torch.float64).t().contiguous().t()
     got = evaluate(lambda *p: y_and_l1(*p, backend=backend), strided, dy, 2.0)
     wanted = evaluate(plain_ffn, Problem(x, gate, up, down), dy, 2.0)
     for name in wanted:
@@ -91,7 +87,7 @@ def test_strided_inputs(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients_exactly_where_they_are_asked_for(backend, gated):
-    problem, dy = make(gated), torch.randn(24, 16, dtype=torch.float64)
+    problem, dy = make(gated), torch.randn(30, 16, dtype=torch.float64)
     names = [name for name, t in problem._asdict().items() if t is not None]
     wanted = evaluate(plain_ffn, problem, dy, 2.0)
     for asked in itertools.product([True, False], repeat=len(names)):
@@ -114,7 +110,7 @@ def test_gradients_of_a_call_past_its_capacity_are_those_of_its_pieces(gated, ac
     x, gate, up, down = make(gated)
     dy, dl1, weights = torch.randn_like(x), torch.tensor(2.0, dtype=torch.float64), Weights(gate, up, down.t())
     whole = dense.gradients(dy, dl1, x, weights, needs, activation)
-    monkeypatch.setattr(dense, "PIECE", 7)  # of 24 tokens
+    monkeypatch.setattr(dense, "PIECE", 7)  # of 30 tokens
     for piece, expected in zip(dense.gradients(dy, dl1, x, weights, needs, activation), whole, strict=True):
         assert (piece is None) == (expected is None)
         if piece is not None:
@@ -244,7 +240,7 @@ def test_second_derivative_raises(backend):
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_activation_checkpointing_and_compile(backend, activation):
-    problem, dy = make(), torch.randn(24, 16, dtype=torch.float64)
+    problem, dy = make(), torch.randn(30, 16, dtype=torch.float64)
 
     def run(*operands):
         return y_and_l1(*operands, backend=backend, activation=activation)
@@ -333,7 +329,7 @@ def test_opcheck(backend, gated, activation, stats):
 def test_opcheck_of_the_backward(backend, gated, activation):
     problem = make(gated, torch.float32)
     *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation, 0, 0)
-    dy, dl1, weight = torch.randn(24, 16), torch.tensor(2.0), None if gated else torch.ones(40)
+    dy, dl1, weight = torch.randn(30, 16), torch.tensor(2.0), None if gated else torch.ones(40)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
             torch.library.opcheck(BACKWARD, (*upstream, *problem, None, weight, saved, backend, needs, activation))
@@ -341,7 +337,7 @@ def test_opcheck_of_the_backward(backend, gated, activation):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_saved_has_the_promised_shapes(backend):
-    for tokens, neurons in ((24, 40), (0, 40), (9, 300), (3, 70_000)):
+    for tokens, neurons in ((30, 40), (0, 40), (9, 300), (3, 70_000)):
         if backend == "reference" and neurons > 65_536:
             continue
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
@@ -391,7 +387,7 @@ def test_compile_with_a_backup_that_changes(dynamic):
         return y.square().sum() + 3 * stats.l1
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens, backup in ((24, 0.125), (24, 0.3), (24, 0.0), (17, 0.3), (24, 1.0)):
+    for tokens, backup in ((30, 0.125), (30, 0.3), (30, 0.0), (17, 0.3), (30, 1.0)):
         ours, plain = leaves(make()), leaves(make())
         compiled(ours.x[:tokens], backup, *ours[1:]).backward()
         loss(plain.x[:tokens], backup, *plain[1:]).backward()
@@ -512,7 +508,7 @@ def test_an_observed_call_does_not_bypass_the_dispatcher():
 @pytest.mark.parametrize("gated", [True, False])
 def test_transformations_of_torch_func_are_those_of_plain_torch(gated):
     problem, (grad, vmap) = make(gated), (torch.func.grad, torch.func.vmap)
-    batched = problem.x.view(6, 4, 16)
+    batched = problem.x.view(6, 5, 16)
 
     def loss(function):
         def total(x, *weights):
@@ -581,13 +577,13 @@ def test_statistics_print_as_a_summary():
     stats = run_ffn(*problem, backend="reference")[1]
     mean, largest, fired = stats.nonzeros.double().mean(), stats.nonzeros.max(), stats.fired.sum()
     assert str(stats) == (
-        f"FFNStats(24 tokens; non-zeros of 40 neurons: mean {mean:.1f}, largest {largest}; {fired} fired; "
+        f"FFNStats(30 tokens; non-zeros of 40 neurons: mean {mean:.1f}, largest {largest}; {fired} fired; "
         f"l1={stats.l1:.4g}, overflow={stats.overflow}, backend='reference')"
     )
     nothing = run_ffn(problem.x[:0], *problem[1:])[1]
     assert "0 tokens; non-zeros of 40 neurons: none; 0 fired" in str(nothing)
     empty = run_ffn(*problem.each(lambda t: t.to("meta")), backend="dense")[1]
-    assert str(empty) == "FFNStats(24 tokens; 40 neurons, without values, backend='dense')"
+    assert str(empty) == "FFNStats(30 tokens; 40 neurons, without values, backend='dense')"
 
 
 def test_meta_tensors_have_shapes():
