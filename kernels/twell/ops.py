@@ -496,22 +496,17 @@ def _exceeded(backend: str, saved: Sequence[Tensor], count: EntryCount | None) -
     needed = needed_capacity(saved, count)
     if count is not None and count.growth is not None:
         count.growth.closed(count, needed)
-    if needed is not None:
-        _log_exceeded(backend, needed)
-    return needed is not None
-
-
-_logged_backends: set[str] = set()
-
-
-def _log_exceeded(backend: str, needed: int) -> None:
-    if backend not in _logged_backends:
+    if needed is not None and backend not in _logged_backends:
         _logged_backends.add(backend)
         logger.warning(
             "backend %s: a call had more non-zeros than its capacity, which would have to be %d. Its gradients are "
             "computed by dense products: exact, but slower. Further such calls are not logged",
             *(backend, needed),
         )
+    return needed is not None
+
+
+_logged_backends: set[str] = set()
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:

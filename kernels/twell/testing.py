@@ -260,9 +260,10 @@ def check(
     l1: float = 0.0,
     activation: str = RELU,
     l1_weight: Tensor | None = None,
-) -> None:
+) -> dict[str, Comparison]:
     """Raises AssertionError naming every result of `compare` whose error is larger than allowed."""
     comparisons = compare(function, problem, dy, l1, activation, l1_weight)
     wrong = [f"{name}: {c.error:.3g}, allowed {c.allowed:.3g}" for name, c in comparisons.items() if not c.ok]
     if wrong:
         raise AssertionError("relative errors over tolerance: " + "; ".join(wrong))
+    return comparisons
