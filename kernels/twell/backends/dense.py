@@ -23,7 +23,7 @@ from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
-_H_AT_ONCE = "h_at_once"  # the kernel of that name is loaded, as a key of the launch cache
+_H_AT_ONCE = "h_at_once"  # and a device: the launch cache's key once that kernel is loaded there
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
 
 
