@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -200,30 +201,24 @@ def test_without_checkpoints(tmp_path):
     assert read_newest(tmp_path) is None
 
 
-def no_space(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["save_file", "write_json", "sha256_file"])
-def test_a_full_disk_leaves_the_older_checkpoints(where, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        *(("save_file", FULL), ("write_json", FULL), ("sha256_file", FULL)),
+        ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_leaves_the_older_checkpoints(where, error, tmp_path, monkeypatch):
     older = write(tmp_path, 5, keep=1)
-    monkeypatch.setattr(checkpoint, where, no_space)
+    monkeypatch.setattr(checkpoint, where, Mock(side_effect=error))
     with pytest.raises(StorageError, match=r"cannot write checkpoint at .*step_00000010: .*No space left"):
         write(tmp_path, 10, keep=1)
     monkeypatch.undo()
     assert newest_checkpoint(tmp_path) == older
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
-
-
-def test_a_full_disk_is_recognised_in_the_error_of_safetensors(tmp_path, monkeypatch):
-    message = "Error while serializing: I/O error: No space left on device (os error 28)"
-
-    def full(*arguments):
-        raise SafetensorError(message)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(StorageError, match="os error 28"):
-        write(tmp_path, 10)
 
 
 def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):

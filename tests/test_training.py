@@ -186,18 +186,14 @@ def test_a_run_trains_as_a_bare_loop_of_plain_torch(make, options):
         assert record["l1"] == pytest.approx(l1.item(), rel=1e-4), step
 
 
-def test_micro_batches_change_rounding_only(make):
-    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true"]
-    whole, parts = (
-        without_times(run(make(*options, f"execution.micro_batch={size}", name=str(size)))) for size in (8, 2)
-    )
-    assert_close(whole, parts, 1e-4)
-
-
-def test_recomputed_activations_give_the_same_run(make):
-    options = ["sparsity.l1=1e-3", "execution.activation_checkpointing=true"]
-    plain, saving = (without_times(run(make(*options[:n], name=str(n)))) for n in (1, 2))
-    assert_close(plain, saving, 1e-5)
+@pytest.mark.parametrize(
+    ("option", "tolerance"),
+    [("execution.micro_batch=2", 1e-4), ("execution.activation_checkpointing=true", 1e-5)],
+)
+def test_what_saves_memory_changes_rounding_only(make, option, tolerance):
+    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=8", option]
+    plain, saving = (without_times(run(make(*options[:n], name=str(n)))) for n in (3, 4))
+    assert_close(plain, saving, tolerance)
 
 
 @pytest.mark.slow
@@ -499,27 +495,17 @@ def test_a_finished_run_is_left_alone(make, monkeypatch):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_another_runs_folder_is_refused(make, finished):
-    config = make()
-    if finished:
-        run(config)
-    else:
-        with pytest.raises(Stopped):
-            run(with_values(config, run={"max_steps": 1}))
-    with pytest.raises(
-        ConfigError, match=r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5"
-    ):
-        run(with_values(config, training={"seed": 1}, sparsity={"l1": 0.5}))
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_checkpoint_records_the_options_of_its_run(make, finished):
-    config = make("run.checkpoint_every=1") if finished else make("run.max_steps=1")
+def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoint(make, finished):
+    config = make() if finished else make("run.max_steps=1")
     with contextlib.nullcontext() if finished else pytest.raises(Stopped):
         run(config)
+    other = with_values(config, training={"seed": 1}, sparsity={"l1": 0.5})
+    said = r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5 here\)"
+    with pytest.raises(ConfigError, match=said):
+        run(other)
     (config.run.folder / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.0 there, 0.5 here\)"):
-        run(with_values(config, sparsity={"l1": 0.5}))
+    with pytest.raises(ConfigError, match=said):
+        run(other)
     run(with_values(config, run={"max_steps": None}))
     assert final_step(config) == 10
 

@@ -64,8 +64,8 @@ def sparse_backend(
 def build_plans(config: TrainConfig, blocks: Sequence[FeedForward], group: Processes) -> BlockPlans:
     """The plans of a run. All processes have the same sparse backend, or all blocks stay dense."""
     model, sparse = config.model, config.execution.sparse
-    backend: str | None = sparse.backend
-    if sparse.backend == AUTO and model.activation != "silu":
+    backend: str | None = DENSE if model.activation == "silu" else sparse.backend
+    if backend == AUTO:
         sizes = (model.hidden_size, model.intermediate_size, model.gated)
         backend, reason = sparse_backend(group.device, getattr(torch, config.training.precision), *sizes)
         backends = set(group.all_gather(backend))
@@ -73,8 +73,6 @@ def build_plans(config: TrainConfig, blocks: Sequence[FeedForward], group: Proce
             backend, reason = None, "not all processes have the same: " + ", ".join(sorted(map(str, backends)))
         if backend is None:
             log.info("execution.sparse.backend=auto: every layer stays dense (%s)", reason)
-    if model.activation == "silu":
-        backend = None
     return BlockPlans(blocks, sparse, backend or DENSE, compiled=config.execution.compile)
 
 

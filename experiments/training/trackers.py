@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.run.config import to_dict
 from experiments.run.errors import ConfigError
@@ -28,14 +28,6 @@ WHOLE_MODEL = (
     "tokens_per_s",
     "memory_gb",
 )
-
-
-class Tracker(Protocol):
-    """A destination of records."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -81,24 +73,20 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-# Name in run.log -> the package that it needs, and its tracker.
-TRACKERS: dict[str, tuple[str, Callable[[TrainConfig, int], Tracker]]] = {
-    "tensorboard": (TENSORBOARD, TensorBoard),
-    "wandb": (WANDB, WeightsAndBiases),
-}
+# By the name in run.log, which is that of the package that it needs.
+TRACKERS: dict[str, type[TensorBoard | WeightsAndBiases]] = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises:
     ConfigError: a package that one of them needs is not installed.
     """
-    for name in names:
-        package, _ = TRACKERS[name]
+    for package in names:
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"run.log=[{name}] needs the package {package}: python -m pip install {package} ({error})"
+                f"run.log=[{package}] needs the package {package}: python -m pip install {package} ({error})"
             ) from error
 
 
@@ -110,7 +98,7 @@ def trackers(config: TrainConfig, step: int) -> Iterator[Callable[[Record], None
         step: optimizer steps done before.
     """
     with contextlib.ExitStack() as stack:
-        opened = [TRACKERS[name][1](config, step) for name in config.run.log]
+        opened = [TRACKERS[name](config, step) for name in config.run.log]
         for tracker in opened:
             stack.callback(tracker.close)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from experiments.data.batches import Tokens, TokenStream, count_windows, windows
 from experiments.models.checkpoint import (
@@ -36,7 +37,7 @@ from experiments.timing.clock import Limits, Stopwatch
 from experiments.training import firing, hot_exempt, metrics, random_state
 from experiments.training.block_plans import build_plans
 from experiments.training.dead_neurons import Activity, Reinitialiser
-from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.loss import LossModel, firing_rates, total_loss
 from experiments.training.optimizer import (
     build_optimizer,
     consolidate_optimizer,
@@ -199,7 +200,7 @@ class Trainer:
         count_neurons = logged or self.reinitialiser is not None
         self._keep_stats(bool(count_neurons or coefficient))
         sums = self._accumulate(index, coefficient, count_neurons)
-        grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
+        grad_norm = clip_grad_norm_(self.parameters, config.optimizer.max_grad_norm)
         self.diverged |= ~torch.isfinite(grad_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
