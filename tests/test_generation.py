@@ -131,25 +131,15 @@ def test_alternatives_share_weights_and_leave_the_model_as_it_was(model):
         assert all(id(weight) in own for weight in alternative.call.model.parameters())
 
 
-def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
+@pytest.mark.parametrize(("positions", "what"), [(1, "logits of the new tokens"), (8, "hidden states of the prompt")])
+def test_an_error_of_decoding_steps_alone_or_of_the_prompts_forward_is_found(model, monkeypatch, positions, what):
     right = ReluFeedForward.forward
 
     def wrong(block, x):
-        return right(block, x) * (2.0 if block.plan.backend == "reference" and x.shape[1] == 1 else 1.0)
+        return right(block, x) * (2.0 if block.plan.backend == "reference" and x.shape[1] == positions else 1.0)
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
-    with pytest.raises(CheckFailed, match="reference, logits of the new tokens"):
-        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
-
-
-def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
-    right = ReluFeedForward.forward
-    monkeypatch.setattr(
-        ReluFeedForward,
-        "forward",
-        lambda block, x: right(block, x) * (2.0 if block.plan.backend == "reference" else 1.0),
-    )
-    with pytest.raises(CheckFailed, match="reference, hidden states of the prompt"):
+    with pytest.raises(CheckFailed, match=f"reference, {what}"):
         Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
 
 

@@ -391,85 +391,79 @@ def test_a_model_with_other_blocks_is_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
-def drop(folder, name):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
-
-
 def change(folder, **values):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **values}))
 
 
-def index(folder, content):
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def replace_all(folder, dtype):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / "model.safetensors")
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-10])
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("changes", "message"),
     [
-        (lambda folder: drop(folder, "model.norm.weight"), "do not fit the configuration.*model.norm.weight"),
-        (lambda folder: change(folder, hidden_size=32), r"do not fit the configuration: .* is \[\d+.*, wanted \["),
-        (
-            lambda folder: change(folder, num_hidden_layers=1),
-            "not fit the configuration: model.layers.1.* wanted not there",
-        ),
-        (
-            lambda folder: change(folder, sparsity_gated_mlp=False),
-            "sparsity_gated_mlp=False, but the weights have a gate",
-        ),
-        (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
-        (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
-        (lambda folder: change(folder, model_type=["llama"]), r"has no model type \['llama'\]"),
-        (lambda folder: change(folder, mlp_bias=True), "no biases"),
-        (
-            lambda folder: change(folder, model_type="llama", hidden_act="gelu"),
-            "must be relu, relu2 or silu, got 'gelu'",
-        ),
-        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no safetensors"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "b.safetensors"}}'
-            ),
-            "b.safetensors is missing or damaged",
-        ),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, got list"),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
-        (lambda folder: change(folder, hidden_size="16"), "config.json has an invalid value"),
-        (lambda folder: change(folder, num_attention_heads=0), "config.json has an invalid value"),
-        (lambda folder: change(folder, num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but there are"),
-        (lambda folder: change(folder, rms_norm_eps=-1.0), "model.rms_norm_eps|rms_norm_eps must be at least 0"),
-        (lambda folder: change(folder, rope_theta={}), "config.json has an invalid value"),
-        (lambda folder: change(folder, dtype=[]), "config.json has an invalid value"),
-        (lambda folder: change(folder, dtype=[], model_type="qwen2"), "cannot be loaded: "),
-        (lambda folder: change(folder, pad_token_id=10**9), "Padding_idx must be within num_embeddings"),
-        (lambda folder: index(folder, []), "index.json must hold an object, got list"),
-        (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is not an index"),
-        (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is not an index"),
-        (lambda folder: replace_all(folder, torch.int64), "is torch.int64, not a weight"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
-            "model.safetensors is missing or damaged",
-        ),
+        ({"hidden_size": 32}, r"do not fit the configuration: .* is \[\d+.*, wanted \["),
+        ({"num_hidden_layers": 1}, "not fit the configuration: model.layers.1.* wanted not there"),
+        ({"sparsity_gated_mlp": False}, "sparsity_gated_mlp=False, but the weights have a gate"),
+        ({"model_type": "qwen2"}, "do not fit the configuration: missing_keys: .*bias"),
+        ({"model_type": "sparrow"}, "has no model type 'sparrow', and a model's own code"),
+        ({"model_type": ["llama"]}, r"has no model type \['llama'\]"),
+        ({"mlp_bias": True}, "no biases"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "must be relu, relu2 or silu, got 'gelu'"),
+        ({"hidden_size": "16"}, "config.json has an invalid value"),
+        ({"num_attention_heads": 0}, "config.json has an invalid value"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but there are"),
+        ({"rms_norm_eps": -1.0}, "model.rms_norm_eps|rms_norm_eps must be at least 0"),
+        ({"rope_theta": {}}, "config.json has an invalid value"),
+        ({"dtype": []}, "config.json has an invalid value"),
+        ({"dtype": [], "model_type": "qwen2"}, "cannot be loaded: "),
+        ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
     ],
 )
-def test_what_cannot_be_loaded_says_why(harm, message, tmp_path):
+def test_a_configuration_that_cannot_be_loaded_says_why(changes, message, tmp_path):
     publish(tmp_path)
-    harm(tmp_path)
+    change(tmp_path, **changes)
+    assert_refused(tmp_path, message)
+
+
+def assert_refused(folder, message):
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_pretrained(tmp_path)
+        load_pretrained(folder)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (WEIGHTS, b"\xff" * 8 + b"{}", "model.safetensors is missing or damaged"),
+        (CONFIG, b"[]", "config.json must hold an object, got list"),
+        (CONFIG, b"[" * 100_000, "config.json cannot be read"),
+        (CONFIG, None, "config.json cannot be read"),
+        (WEIGHTS, None, "has no safetensors"),
+        (INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing or damaged"),
+        (INDEX, b"[]", "index.json must hold an object, got list"),
+        (INDEX, b'{"weight_map": {"a": 1}}', "index.json is not an index"),
+        (INDEX, b'{"weight_map": {"a": "../../b.safetensors"}}', "index.json is not an index"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_named(name, content, message, tmp_path):
+    publish(tmp_path)
+    if content is None:
+        (tmp_path / name).rename(tmp_path / "pytorch_model.bin")
+    else:
+        (tmp_path / name).write_bytes(content)
+    assert_refused(tmp_path, message)
+
+
+def test_weights_that_cannot_be_loaded_say_why(tmp_path):
+    publish(tmp_path)
+    rewrite(tmp_path, lambda key, tensor: [(key, tensor)] * (key != "model.norm.weight"))
+    assert_refused(tmp_path, "do not fit the configuration.*model.norm.weight")
+    rewrite(tmp_path, lambda key, tensor: [(key, tensor.to(torch.int64))])
+    assert_refused(tmp_path, "is torch.int64, not a weight")
+    publish(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-10])
+    assert_refused(tmp_path, "model.safetensors is missing or damaged")
 
 
 def test_an_unknown_name(monkeypatch):

@@ -73,7 +73,7 @@ def test_the_block_has_its_own_weights_in_its_own_order(in_graph, chosen):
     part = block.problem(40)
     form = block.form(part, in_graph=in_graph)
     x, *weights = form.prepare(part)
-    y, _ = (form.run or form.function)(x, *weights)
+    y, _ = form.run(x, *weights)
     torch.testing.assert_close(y, plain_ffn(*part)[0], rtol=0.05, atol=0.05)
     if in_graph:
         assert torch.equal(weights[1], before[2][order])
@@ -88,7 +88,7 @@ def test_the_block_is_timed_as_inference(in_graph, chosen):
     problem = make_problem(TOKENS, 32, 64, 8.0, seed=3)
     form = TunedBlock(problem, ["reference"]).form(problem, in_graph=in_graph)
     with torch.enable_grad():  # as a benchmark calls it
-        y, _ = (form.run or form.function)(*form.prepare(problem))
+        y, _ = form(*problem)
     assert not y.requires_grad
 
 

@@ -149,10 +149,8 @@ class Generation:
             CheckFailed: when hidden states or logits are off by more than rounding.
         """
         checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt)))
-        found = [
-            self._alternative(name, "dense", lambda: self._with("dense"), checker, compiled=name == "dense_compiled")
-            for name in dense
-        ]
+        plain = partial(self._with, "dense")
+        found = [self._alternative(name, "dense", plain, checker, name == "dense_compiled") for name in dense]
         for name in backends if self._sparse else []:
             make = partial(self._with, name)
             if name == AUTO:
@@ -163,16 +161,19 @@ class Generation:
                 shown, plan, reason = name, plan_of(name, training=False), unavailable(name, self._prompt.device)
             for compiled in [form == "dense_compiled" for form in dense or ["dense_eager"]]:
                 label = named(shown, compiled=compiled)
-                if reason:
-                    found.append(Absent(label, plan, reason))
-                else:
-                    found.append(self._alternative(label, plan, make, checker, compiled=compiled))
+                found.append(self._alternative(label, plan, make, checker, compiled, reason))
         return found
 
     def _alternative(
-        self, name: str, plan: str, make: Callable[[], PreTrainedModel], checker: _Checker, *, compiled: bool
+        self,
+        name: str,
+        plan: str,
+        make: Callable[[], PreTrainedModel],
+        checker: _Checker,
+        compiled: bool,
+        reason: str = "",
     ) -> Candidate | Absent:
-        if compiled and (reason := why_not_compiled(self._prompt.device)):
+        if reason := reason or (why_not_compiled(self._prompt.device) if compiled else ""):
             return Absent(name, plan, reason)
         try:
             generator = self._generator(make(), compiled=compiled)

@@ -6,7 +6,9 @@ the reference alone. Shapes: M tokens, K hidden, N intermediate.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,32 +54,23 @@ def _reference() -> Inference:
     )
 
 
-def _hopper() -> Inference:
-    from twell.hopper import inference
-
+def _on_gpu(backend: str) -> Inference:
+    inference = importlib.import_module(f"twell.{backend}.inference")
     return Inference(
         pack=lambda p: inference.gate_pack(p.x, _weights(p), stats=False),
-        down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
-        to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
-        consumes=True,  # a counter of tokens in it runs down
-    )
-
-
-def _triton() -> Inference:
-    from twell.triton import inference
-
-    return Inference(
-        pack=lambda p: inference.gate_pack(p.x, _weights(p)),
         down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(
             packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
         ),
-        consumes=True,
+        consumes=True,  # counters in it run down
     )
 
 
-# A backend that has gate_pack and the pass after it: one line here, and a function like those above.
-INFERENCE: dict[str, Callable[[], Inference]] = {"reference": _reference, "hopper": _hopper, "triton": _triton}
+# The backends that have gate_pack and the pass after it.
+INFERENCE: dict[str, Callable[[], Inference]] = {
+    "reference": _reference,
+    **{name: partial(_on_gpu, name) for name in ("hopper", "triton")},
+}
 TRAINING = ("reference",)
 
 

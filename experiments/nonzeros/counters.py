@@ -142,7 +142,6 @@ class MaskRecorder:
     def __init__(self, tokens: int):
         self._wanted = tokens
         self._packed: dict[int, list[numpy.ndarray]] = {}
-        self._kept: dict[int, int] = {}
         self._ids: list[numpy.ndarray] = []
         self._positions: list[numpy.ndarray] = []
 
@@ -156,12 +155,10 @@ class MaskRecorder:
 
     def add(self, layer: int, active_BSN: torch.Tensor) -> None:
         """Keep the part of this batch that is still wanted."""
-        room = self._wanted - self._kept.get(layer, 0)
-        if room <= 0:
-            return
-        rows_TN = active_BSN.flatten(0, 1)[:room].cpu().numpy()
-        self._packed.setdefault(layer, []).append(numpy.packbits(rows_TN, axis=1))
-        self._kept[layer] = self._kept.get(layer, 0) + len(rows_TN)
+        room = self._wanted - sum(map(len, self._packed.get(layer, [])))
+        if room > 0:
+            rows_TN = active_BSN.flatten(0, 1)[:room].cpu().numpy()
+            self._packed.setdefault(layer, []).append(numpy.packbits(rows_TN, axis=1))
 
     def tokens(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Ids of the tokens, and their positions in their sequences: int64 [tokens]; a position of 0 begins one."""
