@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from tiny_run import with_values
+from tiny_run import MODEL, with_values
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import checkpoint
@@ -32,12 +32,9 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run import files
 from experiments.run.config import save_config
 from experiments.run.errors import CheckpointError, StorageError
-from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig, science
+from experiments.run.train_config import OptimizerConfig, TrainConfig, TrainingConfig, science
 from experiments.training import random_state
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-
-SIZES = {"layers": 2, "hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2}
-MODEL = ModelConfig(name="tiny", vocab_size=300, max_positions=32, **SIZES)
 
 CONFIG = TrainConfig(model=MODEL, training=TrainingConfig(sequence_length=32, tokens_per_step=64))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import change
-from tiny_run import make_run
+from tiny_run import MODEL, make_run
 from transformers import CompileConfig
 
 from experiments import bench_generate
@@ -13,20 +13,18 @@ from experiments.models.llama import ReluFeedForward, build_model
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
 from twell import Plan, feed_forward_blocks
 from twell.tuning import Choice, Form, Tuning
 from twell.tuning.order import order_neurons
 
-TINY = ModelConfig("tiny", 2, 16, 32, 2, 2, vocab_size=64, max_positions=32)
 PROMPTS = torch.arange(24).view(3, 8)
 QUICK = ["timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
 
 
 @pytest.fixture
 def model():
-    return build_model(TINY, seed=1, dtype=torch.bfloat16).eval()
+    return build_model(MODEL, seed=1, dtype=torch.bfloat16).eval()
 
 
 @pytest.fixture

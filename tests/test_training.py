@@ -15,7 +15,7 @@ import torch
 from pairwise import slow
 from programs import run_two, start, wait_for
 from same_run import assert_same_end, final, firing_rates_of, without_times
-from tiny_run import with_values
+from tiny_run import MODEL, with_values
 from torch import nn
 
 from experiments import train
@@ -29,13 +29,7 @@ from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
-from experiments.run.train_config import (
-    ModelConfig,
-    OptimizerConfig,
-    SparsityConfig,
-    TrainConfig,
-    sequences_per_step,
-)
+from experiments.run.train_config import OptimizerConfig, SparsityConfig, TrainConfig, sequences_per_step
 from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
@@ -46,9 +40,6 @@ from experiments.training.progress import Progress
 from experiments.training.trainer import Trainer
 from twell import FFNStats
 
-MODEL = ModelConfig(
-    name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300
-)
 ONE = Processes(0, 1, torch.device("cpu"))
 
 
@@ -72,10 +63,7 @@ def assert_close(records, others, tolerance):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("model.gated=false", "sparsity.l1=1e-3"),
-        *slow((), ("model.activation=silu",), ("model.activation=relu2",)),
-    ],
+    [("model.gated=false", "sparsity.l1=1e-3"), *slow((), ("model.activation=silu",), ("model.activation=relu2",))],
 )
 def test_a_run_learns_and_leaves_its_results(make, options):
     config = make("training.steps=60", "run.log_every=3", "run.evaluate_every=30", *options)
@@ -187,8 +175,7 @@ def test_a_run_trains_as_a_bare_loop_of_plain_torch(make, options):
 
 
 @pytest.mark.parametrize(
-    ("option", "tolerance"),
-    [("execution.micro_batch=2", 1e-4), ("execution.activation_checkpointing=true", 1e-5)],
+    ("option", "tolerance"), [("execution.micro_batch=2", 1e-4), ("execution.activation_checkpointing=true", 1e-5)]
 )
 def test_what_saves_memory_changes_rounding_only(make, option, tolerance):
     options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=8", option]
@@ -776,7 +763,8 @@ def test_activity_is_that_of_the_whole_step():
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_reinitialisation_moves_dead_neurons_only(gated):
-    model = build_model(ModelConfig(**{**vars(MODEL), "gated": gated, "intermediate_size": 2000}))
+    config = dataclasses.replace(MODEL, gated=gated, intermediate_size=2000)
+    model, again = build_model(config), build_model(config)
     blocks = feed_forward_blocks(model)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     fired = torch.rand(2, 2000, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -793,7 +781,6 @@ def test_reinitialisation_moves_dead_neurons_only(gated):
         draw = (new - 0.9 * old)[~fired[layer]] / 0.1
         assert draw.mean().item() == pytest.approx(0.0, abs=0.02)
         assert draw.std().item() == pytest.approx(0.5, rel=0.05)
-    again = build_model(ModelConfig(**{**vars(MODEL), "gated": gated, "intermediate_size": 2000}))
     other = Reinitialiser(feed_forward_blocks(again), strength=0.1, std=0.5, seed=2)
     other.generator.set_state(state)
     other.apply(fired)
@@ -822,9 +809,7 @@ def test_reinitialisation_follows_every_step(make, monkeypatch):
     dead = []
     real = Reinitialiser.apply
     monkeypatch.setattr(
-        Reinitialiser,
-        "apply",
-        lambda self, fired: (dead.append((~fired).double().mean(1).tolist()), real(self, fired)),
+        Reinitialiser, "apply", lambda self, fired: (dead.append((~fired).double().mean(1).tolist()), real(self, fired))
     )
     records = run(make("sparsity.dead_neuron_reinit=true", "sparsity.l1=10", "training.steps=30", "run.log_every=5"))
     assert len(dead) == 30
@@ -839,8 +824,7 @@ VALUES = {"cross_entropy": 1.5, "tokens_per_s": 12345.6, "nonzeros": 29.04}
 
 
 @pytest.mark.parametrize(
-    ("precision", "slowdown", "warned"),
-    [("bfloat16", 12.4, True), ("bfloat16", 0.7, False), ("float32", 12.4, False)],
+    ("precision", "slowdown", "warned"), [("bfloat16", 12.4, True), ("bfloat16", 0.7, False), ("float32", 12.4, False)]
 )
 def test_a_cpu_that_is_slow_in_bfloat16_is_named(make, caplog, monkeypatch, precision, slowdown, warned):
     monkeypatch.setattr(products, "bfloat16_slowdown", lambda: slowdown)

@@ -114,11 +114,7 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     memory: Record = {"missing": "the CPU has no counter of allocated memory"}
     if device.type == "cuda":
         memory = {"value": max(record["memory_gb"] for record in records), "n": 1}
-    return [
-        *rows,
-        make_row(**known, metric="throughput", **speed),
-        make_row(**known, metric="peak_memory", **memory),
-    ]
+    return [*rows, make_row(**known, metric="throughput", **speed), make_row(**known, metric="peak_memory", **memory)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -33,7 +34,7 @@ from experiments.run.files import storage_errors
 from experiments.run.results import write_rows
 from experiments.run.signals import StopRequest
 from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
-from experiments.timing.clock import Limits, Stopwatch
+from experiments.timing.clock import Stopwatch, limit_reached
 from experiments.training import firing, hot_exempt, metrics, random_state
 from experiments.training.block_plans import build_plans
 from experiments.training.dead_neurons import Activity, Reinitialiser
@@ -123,7 +124,7 @@ class Trainer:
         """Train to the end, then write the result rows."""
         options, first = self.config.run, self.group.first
         progress = Progress(options.item, self.step, self.steps, options.progress if first else "none")
-        limits = Limits(options, self.step)
+        first_step, began = self.step, time.monotonic()
         request.graceful = True
         self.clock.start()
         sending = trackers(self.config, self.step) if first else nullcontext(lambda record: None)
@@ -135,7 +136,7 @@ class Trainer:
                     self._show(record, progress)
                     with self.clock.paused():
                         send(record)
-                limit = limits.reason(step)
+                limit = limit_reached(options, step - first_step, time.monotonic() - began)
                 stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
                 if stop:
                     # A limit or a signal may have come to another process alone; why they stop is the same for all.
