@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import fragile_backend
 import numpy
@@ -861,19 +861,10 @@ def negate_gradient_of(monkeypatch, backend, part):
     def wrong(block, x):
         if block.plan.backend != backend:
             return forward(block, x)
-        linear = getattr(block, part)
-        weight = linear.weight
-        with parametrized(linear, 2 * weight.detach() - weight):
+        parameters = getattr(block, part)._parameters
+        weight = parameters["weight"]
+        with patch.dict(parameters, weight=2 * weight.detach() - weight):
             return forward(block, x)
-
-    @contextlib.contextmanager
-    def parametrized(linear, value):
-        kept = linear._parameters.pop("weight")
-        linear._parameters["weight"] = value
-        try:
-            yield
-        finally:
-            linear._parameters["weight"] = kept
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
 

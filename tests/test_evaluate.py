@@ -112,10 +112,7 @@ def test_every_task_scores_its_right_answers(tmp_path):
         (json.dumps(cloze("piqa", answer=2)), "line 2: answer 2 is not an index of 2 choices"),
         (json.dumps(cloze("piqa", answer="1")), "line 2: answer '1' is not an index of 2 choices"),
         (json.dumps([cloze("piqa")]), "line 2: a record of piqa is an object, got list"),
-        (
-            json.dumps({"context": "a", "choices": "ab", "answer": 0}),
-            "line 2: context must be text, and",
-        ),
+        (json.dumps({"context": "a", "choices": "ab", "answer": 0}), "line 2: context must be text, and"),
         (json.dumps({"context": "a", "choices": ["b", 1], "answer": 0}), "line 2: context must be text, and"),
         ("[" * 100_000, "line 2: not JSON"),
         (json.dumps(cloze("piqa") | {"choices": ["a", ""]}), r"line 2: choices\[1\] is ''"),

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import SIZES
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -317,43 +318,16 @@ def test_the_hub_is_asked_for_names_that_are_no_folder(tmp_path, monkeypatch):
 
 
 def test_an_ordinary_llama_keeps_its_silu(tmp_path):
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=50,
-            hidden_size=K,
-            intermediate_size=N,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 5e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-            tie_word_embeddings=False,
-        )
-    )
+    rope = {
+        **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 16,
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope, tie_word_embeddings=False))
     theirs.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded.model), logits(theirs))
     assert (loaded.config.activation, loaded.config.tied_embeddings) == ("silu", False)
     assert all(isinstance(block, SiluFeedForward) for block in feed_forward_blocks(loaded.model))
-
-
-TINY = {
-    "vocab_size": 300,
-    "hidden_size": K,
-    "intermediate_size": N,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize(
@@ -366,14 +340,14 @@ TINY = {
 )
 def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_path):
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **activation)).eval()
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **activation)).eval()
     theirs.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded.model), logits(theirs))
     blocks = feed_forward_blocks(loaded.model)
     assert [type(one) for one in blocks] == [block] * 2
     assert all(one.stats.nonzeros.shape == IDS.shape for one in blocks)
-    wanted = ("relu" if activation else "silu", True, K, N, 2, 300, 4096)
+    wanted = ("relu" if activation else "silu", True, 32, 48, 2, 60, 64)
     shape = loaded.config
     assert wanted == (
         *(shape.activation, shape.gated, shape.hidden_size, shape.intermediate_size),
@@ -383,7 +357,7 @@ def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_pa
 
 
 def test_a_model_with_other_blocks_is_refused(tmp_path):
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**TINY)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"has the activation GELUTanh, .* pass activation=\"relu\""):
         load_pretrained(tmp_path)
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path)
@@ -475,9 +449,6 @@ def test_an_unknown_name(monkeypatch):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_number_of_parameters_is_that_of_the_model(gated, tied):
-    config = ModelConfig(
-        layers=2, hidden_size=32, intermediate_size=48, attention_heads=4, key_value_heads=2, vocab_size=300,
-        gated=gated, tied_embeddings=tied,
-    )  # fmt: skip
-    model = build_model(config)
-    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    shape = config(gated=gated, tied_embeddings=tied)
+    model = build_model(shape)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import SIZES
 from tiny_run import make_run, write_text
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
@@ -23,19 +24,8 @@ def folder(tmp_path_factory):
         path.rename(text / f"{'train' if number % 3 else 'validation'}_{number}.txt")
     tokenizer = AutoTokenizer.from_pretrained(make_run(root) / "tokenizer")
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        hidden_activation="relu",
-        final_logit_softcapping=0.5,
-        attn_implementation="eager",
-    )
+    special = {"hidden_activation": "relu", "final_logit_softcapping": 0.5, "attn_implementation": "eager"}
+    config = Gemma2Config(**SIZES | {"vocab_size": len(tokenizer)}, **special)
     AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     return root / "model", text

@@ -50,14 +50,6 @@ DENSE_LIVE = "dense" + WITH_LIVE  # a control: what of the speed is due to leavi
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-class Counts(NamedTuple):
-    """Columns of a row: neurons left to dense products, left out, and screened; None where it does not apply."""
-
-    hot: int | None = None
-    silent: int | None = None
-    screened: int | None = None
-
-
 class Form(NamedTuple):
     """A way to compute the block.
 
@@ -71,7 +63,8 @@ class Form(NamedTuple):
     has_l1: bool = False
     prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
     backup: float | None = None
-    counts: Callable[[], Counts] = Counts  # known after `prepare`
+    # Columns of a row, known after `prepare`: how many neurons are hot, silent and screened, where it applies.
+    counts: Callable[[], dict[str, Any]] = dict
     tolerance: float | None = None  # relative error allowed; None: that of rounding
 
     def __call__(self, *operands: Any) -> tuple[Tensor, Tensor | None]:
@@ -207,12 +200,7 @@ def _say_left_out(backend: str, reason: str) -> None:
 
 
 def _backend_form(
-    backend: str,
-    device: torch.device,
-    *,
-    stats: bool,
-    training: bool = False,
-    name: str = "",
+    backend: str, device: torch.device, *, stats: bool, training: bool = False, name: str = ""
 ) -> Form | Absent:
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
@@ -258,9 +246,9 @@ class _Call:
             self._call = self._call._replace(plan=replace(self._call.plan, hot=tuple(hot.tolist())), hot=hot)
         return by_neuron(problem)
 
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, Any]:
         """How many neurons `prepare` left to dense products, where hot neurons were requested."""
-        return Counts(hot=self._call.plan.hot_count) if self._asked.neurons else Counts()
+        return {"hot": self._call.plan.hot_count} if self._asked.neurons else {}
 
     def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
         y_MK, stats = compute((x, w_gate, w_up, w_down), self._call)
@@ -303,8 +291,9 @@ class _OrderedCall(_Call):
         kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
         return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
 
-    def counts(self) -> Counts:
-        return Counts(self._call.plan.hot_count, self._silent, self._call.plan.screened)
+    def counts(self) -> dict[str, Any]:
+        plan = self._call.plan
+        return {"hot": plan.hot_count, "silent": self._silent, "screened": plan.screened}
 
 
 def _firing_order(problem: Problem) -> FiringOrder:
@@ -344,8 +333,9 @@ class _DenseLiveCall:
             raise failure
         return min((form for form in found if form.backend in times), key=lambda form: times[form.backend])
 
-    def counts(self) -> Counts:
-        return Counts() if self._order is None else Counts(silent=len(self._order.neurons) - self._order.kept)
+    def counts(self) -> dict[str, Any]:
+        assert self._order is not None  # `prepare` has chosen it
+        return {"silent": len(self._order.neurons) - self._order.kept}
 
     def __call__(self, *operands: Tensor | None) -> tuple[Tensor, None]:
         assert self._form is not None  # `prepare` has chosen it
@@ -370,8 +360,7 @@ def _candidate(
     inputs, held = [t for t in operands if t is not None], None
     if dy_MK is not None:
         call, inputs, held = _forward_backward(form.run, operands, dy_MK, l1, blocks)
-    counts = form.counts()._asdict()
-    return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **counts)
+    return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **form.counts())
 
 
 def _forward_backward(

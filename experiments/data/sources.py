@@ -135,12 +135,7 @@ def open_path(
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def source_of_files(
-    name: str,
-    files: list[Path],
-    text_field: str = "text",
-    cache_dir: str | None = None,
-) -> Source:
+def source_of_files(name: str, files: list[Path], text_field: str = "text", cache_dir: str | None = None) -> Source:
     """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")

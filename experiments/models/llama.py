@@ -198,11 +198,7 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool) -> LlamaForCa
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:
     """A freshly initialised `LlamaForCausalLM` with our feed-forward block, dense and with statistics, in every layer.
 

@@ -86,12 +86,7 @@ class Subject:
         sequence = sequence or self.sequence_length
         needed = None if max_tokens is None else max(max_tokens, sequence) + 1
         return text_batches(
-            self._data(data, needed),
-            self.loaded.tokenizer,
-            sequence,
-            batch,
-            max_tokens,
-            self.loaded.config.vocab_size,
+            self._data(data, needed), self.loaded.tokenizer, sequence, batch, max_tokens, self.loaded.config.vocab_size
         )
 
     def _data(self, source: str, needed: int | None) -> DataConfig:

@@ -47,12 +47,7 @@ class LayerActivity:
     """Counters of one layer. `add` batches, then read; every count is exact (int64)."""
 
     def __init__(
-        self,
-        intermediate: int,
-        vocabulary: int,
-        sequence: int,
-        groups: Sequence[int],
-        device: torch.device | str,
+        self, intermediate: int, vocabulary: int, sequence: int, groups: Sequence[int], device: torch.device | str
     ):
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)

@@ -22,14 +22,7 @@ COUNT_TOLERANCE = 1e-3
 class Gatherer:
     """Counts what every feed-forward block of a model does, through hooks that change no result."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        vocabulary: int,
-        sequence: int,
-        groups: list[int],
-        mask_tokens: int,
-    ):
+    def __init__(self, model: nn.Module, vocabulary: int, sequence: int, groups: list[int], mask_tokens: int):
         self.blocks = feed_forward_blocks(model)
         self.masks = MaskRecorder(mask_tokens)
         self.token_count_V = torch.zeros(vocabulary, dtype=torch.int64)
