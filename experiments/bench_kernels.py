@@ -161,7 +161,6 @@ class BenchKernelsConfig:
         return op in CEILINGS or (exists_for(op, gated=self.gated) and bool(self.metrics_of(op)))
 
     def metrics_of(self, op: str) -> list[str]:
-        """What is measured of the operation."""
         return [metric for metric in self.metrics if metric not in NOT_OF.get(op, NOT_OF_A_FORWARD)]
 
 
@@ -174,7 +173,6 @@ class Pattern(NamedTuple):
 
 
 def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Pattern]:
-    """Every problem of the configuration."""
     from experiments.bench.patterns import problem_from_mask
     from twell.testing import make_problem
 

@@ -1,12 +1,19 @@
-"""Compares two runs bit for bit."""
+"""Makes a run, and compares two bit for bit."""
 
 import pandas
 import torch
 
+from experiments import train
 from experiments.models.checkpoint import newest_checkpoint, read_checkpoint
 from experiments.training import firing, metrics
 
 TIMES = {"tokens_per_s", "seconds", "memory_gb"}
+
+
+def run(config):
+    """The records of this training, from its beginning or as it continues."""
+    train.main(config)
+    return metrics.read_metrics(config.run.folder)
 
 
 def without_times(records):

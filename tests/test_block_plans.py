@@ -9,10 +9,9 @@ import torch
 from calls import change, make_block
 from fragile_backend import NAME, always_faster
 from programs import run_two
-from same_run import assert_same_end, final, without_times
+from same_run import assert_same_end, final, run, without_times
 from tiny_run import MODEL
 
-from experiments import train
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
 from experiments.run.errors import ConfigError, Stopped
@@ -59,11 +58,6 @@ def tuned(monkeypatch):
 
     monkeypatch.setattr(block_plans, "autotune", autotune)
     return asked
-
-
-def run(config):
-    train.main(config)
-    return metrics.read_metrics(config.run.folder)
 
 
 def numbers(records):

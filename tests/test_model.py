@@ -1,6 +1,7 @@
 """Our Llama equals transformers', and models from elsewhere load: the published layouts, old and new."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -166,14 +167,9 @@ def old_names(tensors, gated):
     """The layout of the older checkpoints: gate and down transposed, up transposed unless there is a gate."""
     renamed = {}
     for name, tensor in tensors.items():
-        if name.endswith(".gate_proj.weight"):
-            renamed[name.replace("gate_proj.weight", "gate_weight")] = tensor.T.contiguous()
-        elif name.endswith(".up_proj.weight"):
-            renamed[name.replace("up_proj.weight", "up_weight")] = tensor if gated else tensor.T.contiguous()
-        elif name.endswith(".down_proj.weight"):
-            renamed[name.replace("down_proj.weight", "down_weight")] = tensor.T.contiguous()
-        else:
-            renamed[name] = tensor
+        old = re.sub(r"(gate|up|down)_proj\.weight$", r"\1_weight", name)
+        as_it_is = old == name or (gated and old.endswith("up_weight"))
+        renamed[old] = tensor if as_it_is else tensor.T.contiguous()
     return renamed
 
 

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +51,6 @@ DENSE_FORMS = {
 CHECKED = 4  # sequences of a batch that are compared with float32
 
 
-class _Setting(NamedTuple):
-    """The plan of a block, and the order of its neurons."""
-
-    plan: Plan | str
-    order: Tensor | None = None
-
-
 class Decoder:
     """A decoder without its head, on one batch of tokens: `forward(backend)` runs it with that feed-forward backend.
 
@@ -69,7 +62,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, ids_BS: Tensor):
         self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
-        self._chosen: list[_Setting] = []
+        self._chosen: list[tuple[Plan | str, Tensor | None]] = []  # the plan of each block, and its neurons' order
         self._now: tuple[str, bool] | None = None  # what `set` was given last
         for block in self.blocks:
             if isinstance(block, ReluFeedForward):
@@ -92,7 +85,7 @@ class Decoder:
         self.set("dense")
         choices, self._now = autotune(self.body, self.ids, use_cache=False), None
         self._chosen = [
-            _Setting(block.plan, neuron_order(block)) for block in self.blocks if isinstance(block, SparseFeedForward)
+            (block.plan, neuron_order(block)) for block in self.blocks if isinstance(block, SparseFeedForward)
         ]
         return choices
 
@@ -104,7 +97,7 @@ class Decoder:
             return
         self._now = backend, keep_stats
         name = "dense" if backend in (TRANSFORMERS, FP8) else backend
-        chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
+        chosen = self._chosen if backend == AUTO else [(name, None)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
             compute_as_transformers(block, False)  # what reorders neurons refuses a block with a forward in its place
             block.keep_stats = keep_stats
@@ -152,11 +145,6 @@ class Decoder:
             self.forward("dense")
         return problem_of(block, inputs[0].flatten(0, 1))
 
-    @property
-    def no_fp8(self) -> str:
-        """Why the blocks cannot run in FP8; empty if they can."""
-        return fp8.misfit(_without_tokens(self.blocks[0]))
-
 
 def _without_tokens(block: FeedForward) -> Problem:
     return problem_of(block, block.up_proj.weight.detach()[:0])
@@ -199,7 +187,8 @@ def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Seque
     exact = [name for name in dense if name != FP8 and (decoder.sparse or name != OWN_DENSE)]
     found = [alternative(name, "dense", *DENSE_FORMS[name]) for name in exact]
     if FP8 in dense:
-        found.append(alternative(FP8, FP8, *DENSE_FORMS[FP8], decoder.no_fp8, fp8.TOLERANCE))
+        misfit = fp8.misfit(_without_tokens(decoder.blocks[0]))
+        found.append(alternative(FP8, FP8, *DENSE_FORMS[FP8], misfit, fp8.TOLERANCE))
     for name in backends if decoder.sparse else []:
         if name == AUTO:
             plan = BY_LAYER

@@ -185,7 +185,6 @@ class Generation:
         return Generator(model, self._prompt, self._new_tokens, self._static_cache if compiled else None)
 
     def _with(self, backend: str) -> PreTrainedModel:
-        """The model with this backend in every block."""
         model = _sharing(self._model)
         for block in sparse_blocks(model):
             block.plan = backend

@@ -66,7 +66,6 @@ class Form(NamedTuple):
 
     @property
     def plan(self) -> str:
-        """The result row's column `plan`."""
         return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
 
     @property
@@ -195,7 +194,7 @@ class TrainingStep:
             return
         nonzeros = self._nonzeros(tokens_BS)
         if form.backend == AUTO:
-            backend, reason = self._sparse_backend()
+            backend, reason = self.sparse_backend()
             if backend is None:
                 raise BackendUnavailable(reason)
             self._set("dense", keep_stats=bool(form.l1))
@@ -209,15 +208,11 @@ class TrainingStep:
     def unavailable(self, form: Form) -> str:
         """Why this form cannot run here; empty if it can."""
         if form.backend == AUTO:
-            return self._sparse_backend()[1]
+            return self.sparse_backend()[1]
         return "" if form.backend == TRANSFORMERS else unavailable(form.backend, self.model.device)
 
-    def auto_name(self) -> str:
-        """The backend that AUTO gives sparse layers here; auto where there is none to choose."""
-        backend, _ = self._sparse_backend()
-        return backend or AUTO
-
-    def _sparse_backend(self) -> tuple[str | None, str]:
+    def sparse_backend(self) -> tuple[str | None, str]:
+        """The backend that AUTO gives sparse layers here; where there is none to choose, None and why."""
         block = self.blocks[0]
         intermediate, hidden = block.up_proj.weight.shape
         return sparse_backend(self.model.device, self._dtype, hidden, intermediate, block.gated)
@@ -295,7 +290,7 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
     found = [Form(name, DENSE_FORMS[name][0], 0.0, DENSE_FORMS[name][1]) for name in dense]
     compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
-        name = step.auto_name() if backend == AUTO else Name.of(backend).backend
+        name = (step.sparse_backend()[0] or AUTO) if backend == AUTO else Name.of(backend).backend
         found.append(Form(name, backend, l1))
         if compiled:
             found.append(Form(named(name, compiled=True), backend, l1, "layers"))

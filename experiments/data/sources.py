@@ -164,7 +164,9 @@ def read_file(path: Path, text_field: str) -> Iterator[str]:
     without text, or no others."""
     try:
         if is_kind(path, *TEXT_SUFFIXES):
-            yield from _read_text(path)
+            with open_text(path) as file:
+                while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
+                    yield "".join(lines)
         elif is_kind(path, ".parquet"):
             yield from _texts(_read_parquet(path, text_field), text_field, f"{path}, row")
         else:
@@ -173,12 +175,6 @@ def read_file(path: Path, text_field: str) -> Iterator[str]:
         raise DataError(f"{path} is missing") from error
     except (*DAMAGE, OSError) as error:
         raise DataError(f"{path} is damaged or not UTF-8 text: {type(error).__name__}: {error}") from error
-
-
-def _read_text(path: Path) -> Iterator[str]:
-    with open_text(path) as file:
-        while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
-            yield "".join(lines)
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, dict[str, Any]]]:

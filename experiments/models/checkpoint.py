@@ -55,7 +55,6 @@ class Checkpoint:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 

@@ -112,7 +112,6 @@ class LayerActivity:
         return torch.searchsorted(cumulative_N1, wanted).tolist()
 
     def maximum(self) -> int:
-        """Largest count of any token."""
         return int(self.histogram_N1.nonzero().max())
 
     def silent_fraction(self) -> float:

@@ -107,7 +107,8 @@ def _ways(op: str, shape: Shape, tokens: int | None) -> Iterator[Ceiling]:
 
 
 def _product(shape: Shape, tokens: int) -> Ceiling:
-    generator, device = _generator(shape.device), shape.device
+    device = shape.device
+    generator = torch.Generator(device).manual_seed(0)
     x_MK = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(shape.dtype)
     w_NK = torch.randn(shape.intermediate, shape.hidden, generator=generator, device=device) / shape.hidden**0.5
     w_NK = w_NK.to(shape.dtype)
@@ -124,7 +125,7 @@ def _product(shape: Shape, tokens: int) -> Ceiling:
 
 
 def _gathers(shape: Shape) -> Iterator[Ceiling]:
-    generator = _generator(shape.device)
+    generator = torch.Generator(shape.device).manual_seed(0)
     rows = shape.intermediate * (2 if shape.gated else 1)
     table = torch.randn(rows, shape.hidden, generator=generator, device=shape.device).to(shape.dtype)
     row_bytes = shape.hidden * table.element_size()
@@ -150,7 +151,3 @@ def _embedding_gather(table: Tensor, picks: Tensor, amount: float) -> Ceiling:
     plain_error = relative_error(table[picks[0]].sum(0), exact)
     error = check("embedding_bag", relative_error(call()[0], exact), tolerance(plain_error, table.dtype))
     return Ceiling("embedding_bag", call, amount, error)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)

@@ -18,7 +18,6 @@ class Stopwatch:
         self._paused: float | None = None
 
     def start(self) -> None:
-        """Start counting."""
         self._started = time.perf_counter()
 
     def seconds(self) -> float:

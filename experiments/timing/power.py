@@ -89,7 +89,6 @@ class PowerSlope:
             self.read()
 
     def read(self) -> None:
-        """Read the counter once."""
         now, count = self._clock(), self._meter.millijoules()
         if count != self._count:
             self._count = count

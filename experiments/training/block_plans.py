@@ -99,7 +99,6 @@ class BlockPlans:
 
     @property
     def backends(self) -> list[str]:
-        """The backend of each layer."""
         return [block.plan.backend for block in self._blocks]
 
     @property
@@ -152,7 +151,6 @@ class BlockPlans:
             self._fitted[layer] = now[layer]
 
     def _fit(self, block: SparseFeedForward, nonzeros: float, rates_N: Tensor | None) -> None:
-        """Fit hot neurons and capacity of a sparse block."""
         present = block.current_capacity
         if rates_N is not None:
             # On the CPU: running sums on a GPU may differ in the last bit, and then the processes' choices might, too.

@@ -26,7 +26,6 @@ class Progress:
         self._next_line = self._started
 
     def step(self) -> None:
-        """One more step is done."""
         self._bar.update(1)
 
     def show(self, done: int, **values: Any) -> None:
@@ -40,7 +39,6 @@ class Progress:
             log.info("%s: step %d/%d, %s, %s left", self._name, done, self._total, _text(values), left)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         self._bar.close()
 
 
