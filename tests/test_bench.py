@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from analysis.load import load
 from analysis.schema import NAMES, PLANS
-from experiments import bench_forward, bench_kernels, bench_training
+from experiments import bench_forward, bench_generate, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
@@ -49,6 +49,7 @@ QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timi
 QUICK_LAYERS = ["layer_timing.seconds=0.01", "layer_timing.rounds=1", "layer_timing.settle_seconds=0"]
 CONFIGS = {
     bench_forward: bench_forward.BenchForwardConfig,
+    bench_generate: bench_generate.BenchGenerateConfig,
     bench_kernels: bench_kernels.BenchKernelsConfig,
     bench_training: bench_training.BenchTrainingConfig,
 }

@@ -3,7 +3,7 @@ replaced by those of another."""
 
 import pytest
 import torch
-from test_bench import QUICK, SMALL
+from test_bench import SMALL, rows_of
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,8 +53,8 @@ def test_another_dtype_and_what_cannot_be_written(tmp_path):
 
 def test_results_of_another_random_model_are_not_overwritten(tmp_path):
     def bench(model):
-        options = [*QUICK, "sequence=16", "batch=1", "dense=[dense_eager]", "per_layer=false", f"model={model}"]
-        bench_forward.main(parse(bench_forward.BenchForwardConfig, [*options, f"run.dir={tmp_path / 'out'}"]))
+        options = ["sequence=16", "batch=1", "dense=[dense_eager]", "per_layer=false", f"model={model}"]
+        rows_of(bench_forward, tmp_path / "out", *options)
 
     bench("smoke")
     bench("smoke")
@@ -88,8 +88,7 @@ def test_results_of_another_model_are_not_overwritten(tmp_path, gather):
 
 def test_results_of_another_program_are_not_overwritten(tmp_path, gather):
     """Where one has no model, or another option for it."""
-    options = [*QUICK, *SMALL, "ops=[ffn_forward]", "tokens=[8]", f"run.dir={tmp_path / 'out'}"]
-    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
+    rows_of(bench_kernels, tmp_path / "out", *SMALL, "ops=[ffn_forward]", "tokens=[8]")
     rows = (tmp_path / "out" / "rows.csv").read_bytes()
     with pytest.raises(ConfigError, match=r"out holds results of checkpoint=None, not of .*first: choose another"):
         gather(make_run(tmp_path, "first"))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import change
+from test_bench import rows_of
 from tiny_run import MODEL, make_run
 from transformers import CompileConfig
 
@@ -10,16 +11,13 @@ from experiments import bench_generate
 from experiments.bench import generation as generation_module
 from experiments.bench.generation import Generation, Generator
 from experiments.models.llama import ReluFeedForward, build_model
-from experiments.run.config import parse
 from experiments.run.errors import ConfigError
-from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed
 from twell import Plan, feed_forward_blocks
 from twell.tuning import Choice, Form, Tuning
 from twell.tuning.order import order_neurons
 
 PROMPTS = torch.arange(24).view(3, 8)
-QUICK = ["timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
 
 
 @pytest.fixture
@@ -51,13 +49,8 @@ def runs(tmp_path_factory):
 
 
 def test_rows_of_models_and_batches(runs, tmp_path):
-    arguments = [f"checkpoints=[{','.join(map(str, runs))}]", "batch=[1,3]", "prompt=8", "new_tokens=4", *QUICK]
-    config = parse(
-        bench_generate.BenchGenerateConfig,
-        [*arguments, "backends=[reference,hopper]", f"run.dir={tmp_path}", "run.study=test"],
-    )
-    bench_generate.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
+    options = [f"checkpoints=[{','.join(map(str, runs))}]", "batch=[1,3]", "prompt=8", "new_tokens=4"]
+    rows = rows_of(bench_generate, tmp_path, *options, "backends=[reference,hopper]")
     assert {(row["op"], row["prompt_tokens"]) for row in rows} == {("generate", 8)}
     assert all(row["value"] is not None or row["missing"] for row in rows)
     assert {(row["batch"], row["tokens"]) for row in rows} == {(1, 4), (3, 12)}
@@ -181,6 +174,5 @@ def test_auto_says_why_there_is_nothing_to_choose(model):
 
 
 def test_more_tokens_than_the_model_takes_are_refused(tmp_path):
-    arguments = ["model=smoke", "prompt=30", "new_tokens=3", f"run.dir={tmp_path}", *QUICK]
     with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; prompt\\+new_tokens=33"):
-        bench_generate.main(parse(bench_generate.BenchGenerateConfig, arguments))
+        rows_of(bench_generate, tmp_path, "model=smoke", "prompt=30", "new_tokens=3")

@@ -32,9 +32,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     path = run_dir / METRICS
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    lines = path.read_text().split("\n")[:-1]
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
