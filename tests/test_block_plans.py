@@ -9,12 +9,12 @@ import torch
 from calls import change, make_block
 from fragile_backend import NAME, always_faster
 from programs import run_two
-from same_run import assert_same_end, final, run, without_times
+from same_run import assert_same_end, final, run, stop, without_times
 from tiny_run import MODEL
 
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
-from experiments.run.errors import ConfigError, Stopped
+from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.run.train_config import SparseConfig
 from experiments.training import block_plans, metrics
@@ -233,8 +233,7 @@ def test_training_with_a_backup(make):
     forced = (*SAME_BITS, "execution.sparse.backend=reference", "execution.sparse.hot_neurons=false")
     plain = run(make(*forced, name="plain"))
     run_first = make(*forced, "execution.sparse.backup=0.5", "run.max_steps=4", name="ours")
-    with pytest.raises(Stopped):
-        run(run_first)
+    stop(run_first)
     ours = make(*forced, "execution.sparse.backup=0.25", name="ours")
     for one, other in zip(plain, run(ours), strict=True):
         assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=1e-4)
@@ -247,8 +246,7 @@ def test_a_run_that_changes_its_plans_continues_bit_by_bit(make, fragile):
     whole, parts = make(*options, name="whole"), make(*options, name="parts")
     records = run(whole)
     changes = [b["step"] for a, b in itertools.pairwise(records) if a["backend"] != b["backend"]]
-    with pytest.raises(Stopped):
-        run(make(*options, f"run.max_steps={changes[0] + 1}", name="parts"))
+    stop(make(*options, f"run.max_steps={changes[0] + 1}", name="parts"))
     run(parts)
     assert_same_end(whole, parts)
     assert final(whole).state["plans"] == final(parts).state["plans"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pairwise import slow
 from programs import run_two, start, wait_for
-from same_run import assert_same_end, final, firing_rates_of, run, without_times
+from same_run import assert_same_end, final, firing_rates_of, run, stop, without_times
 from tiny_run import MODEL, with_values
 from torch import nn
 
@@ -250,8 +250,7 @@ def test_a_run_with_exempt_neurons_continues_bit_by_bit(make, monkeypatch):
     options = (*EXEMPT, "training.steps=9", "run.checkpoint_every=100")
     whole, parts = make(*options, name="whole"), make(*options, name="parts")
     run(whole)
-    with pytest.raises(Stopped):  # between two choices
-        run(with_values(parts, run={"max_steps": 5}))
+    stop(with_values(parts, run={"max_steps": 5}))  # between two choices
     run(parts)
     assert_same_end(whole, parts)
     assert final(whole).state["exemption"] == final(parts).state["exemption"]
@@ -362,8 +361,7 @@ def final_step(config):
 def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch, place, number):
     """Loaders report whatever goes wrong as an error of their own; a stop must pass through them."""
     if "restore" in place:
-        with pytest.raises(Stopped, match=r"run.max_steps=1"):
-            train.main(make("run.max_steps=1"))
+        stop(make("run.max_steps=1"))
     monkeypatch.setattr(place, lambda *arguments: os.kill(os.getpid(), number))
     with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step") as stopped:
         train.by_hand(make())
@@ -477,8 +475,7 @@ def test_a_finished_run_is_left_alone(make, monkeypatch):
 @pytest.mark.parametrize("finished", [True, False])
 def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoint(make, finished):
     config = make() if finished else make("run.max_steps=1")
-    with contextlib.nullcontext() if finished else pytest.raises(Stopped):
-        run(config)
+    run(config) if finished else stop(config)
     other = with_values(config, training={"seed": 1}, sparsity={"l1": 0.5})
     said = r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5 here\)"
     with pytest.raises(ConfigError, match=said):
@@ -493,8 +490,7 @@ def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoin
 def test_a_checkpoint_that_was_copied_in_is_refused(make):
     config, other = make("run.max_steps=1"), make("sparsity.l1=0.5", "run.max_steps=2", name="other")
     for one in (config, other):
-        with pytest.raises(Stopped):
-            run(one)
+        stop(one)
     there = other.run.folder / "checkpoints" / "step_00000002"
     shutil.copytree(there, config.run.folder / "checkpoints" / there.name)
     with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.5 there, 0.0 here\)"):
@@ -537,8 +533,7 @@ def test_a_run_on_a_data_set_of_the_hub_asks_the_hub_once(make, corpus, tmp_path
     shutil.copy(corpus / "docs.jsonl", tmp_path / "train.jsonl")
     places = [f"data=hf:{tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe"]
     config = make(*places, "training.steps=2", "run.max_steps=1")
-    with pytest.raises(Stopped):
-        run(config)
+    stop(config)
     monkeypatch.setattr("datasets.load_dataset", None)
     run(config)
     train.by_hand(config)
@@ -565,8 +560,7 @@ def test_another_text_is_refused(make, corpus, tmp_path):
     changing = tmp_path / "docs.jsonl"
     shutil.copy(corpus / "docs.jsonl", changing)
     config = make(f"data=path:{changing}", "run.max_steps=3")
-    with pytest.raises(Stopped):
-        run(config)
+    stop(config)
     with changing.open("a") as file:
         file.write('\n{"text": "one more"}')
     with pytest.raises(CheckpointError, match=r"was trained on other text \(\w{12}\): that of path:.* has changed"):
@@ -657,8 +651,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", ["lost", *slow("cut", "shuffled", "damaged", "longer")])
 def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
     whole, stopped = make(*CONTINUED, name="whole"), make(*CONTINUED, "run.max_steps=6")
-    with pytest.raises(Stopped):
-        run(stopped)
+    stop(stopped)
     for name in ("metrics.jsonl", firing.FILE):
         DAMAGES[damage](stopped.run.folder / name)
     continued = make(*CONTINUED)
@@ -679,8 +672,7 @@ def test_records_that_are_deleted_while_their_training_runs(make, monkeypatch):
 
 def test_a_checkpoint_without_records_is_not_continued(make):
     config = make("run.max_steps=2")
-    with pytest.raises(Stopped):
-        run(config)
+    stop(config)
     new = read_checkpoint(newest_checkpoint(config.run.folder))
     state = {key: value for key, value in new.state.items() if key != "files"}
     checkpoint.write_checkpoint(config.run.folder, dataclasses.replace(new, state=state, records={}), keep=1)
