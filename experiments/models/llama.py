@@ -23,8 +23,6 @@ from twell import FFNStats, Plan, SparseFeedForward
 from twell.registry import why_not
 from twell.released import materialize
 
-DENSE = Plan()
-
 
 class ReluFeedForward(SparseFeedForward):
     """The block with sparse activations. torch.compile traces it while it is dense, but not while it is sparse:
@@ -48,7 +46,7 @@ class SiluFeedForward(nn.Module):
     """
 
     activation = "silu"
-    plan = DENSE
+    plan = Plan()
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
         super().__init__()
@@ -158,7 +156,6 @@ def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: to
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:
-    """The transformers configuration of a model of ours."""
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -200,11 +197,7 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool) -> LlamaForCa
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:
     """A freshly initialised `LlamaForCausalLM` with our feed-forward block, dense and with statistics, in every layer.
 
