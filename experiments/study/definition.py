@@ -18,7 +18,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
 from experiments.run.output import OutputConfig
 from experiments.run.train_config import TEXT, RunConfig
-from experiments.run.values import A_NAME, NAME, in_one_line, shown
+from experiments.run.values import NAME, in_one_line, shown
 from experiments.study.graph import PREPARE, Expected, Graph, Item, config_difference, config_of, entry_point
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
@@ -221,10 +221,10 @@ def check_name(name: str, what: str) -> str:
     """Returns `name` if it is a valid name of a study, an item or a job.
 
     Raises:
-        ConfigError: it does not match A_NAME.
+        ConfigError: it does not match NAME.
     """
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{what} {shown(name)}: a name must be {A_NAME}")
+    if not NAME.expression.fullmatch(name):
+        raise ConfigError(f"{what} {shown(name)}: a name must be {NAME.words}")
     return name
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
@@ -227,7 +228,7 @@ class Graph:
     def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
         self.items: dict[str, Item] = {}
         self._same_config = same_config
-        self._kept: dict[tuple[str, str], Any] | None = None
+        self._read: Callable[[Callable[[Item], Any], Item], Any] = lambda read, item: read(item)
         for item in items:
             unknown = [name for name in item.needs if name not in self.items]
             if item.name in self.items or unknown:
@@ -274,28 +275,20 @@ class Graph:
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
         """Inside the block, each file of results is read only once."""
-        outer = self._kept
-        if self._kept is None:
-            self._kept = {}
+        before = self._read
+        self._read = functools.cache(before)
         try:
             yield
         finally:
-            self._kept = outer
+            self._read = before
 
     def rows(self, item: Item) -> list[dict[str, Any]]:
         """The item's rows. Raises `ValueError` if the file is damaged, `OSError` if it cannot be read."""
-        return self._once("rows", item, Item.rows)
+        return self._read(Item.rows, item)
 
     def digest(self, item: Item) -> str:
         """The item's digest (`Item.digest`)."""
-        return self._once("digest", item, Item.digest)
-
-    def _once(self, what: str, item: Item, read: Callable[[Item], Any]) -> Any:
-        if self._kept is None:
-            return read(item)
-        if (what, item.name) not in self._kept:
-            self._kept[what, item.name] = read(item)
-        return self._kept[what, item.name]
+        return self._read(Item.digest, item)
 
     def states(self) -> dict[str, tuple[State, str]]:
         """Every item's state and the reason for it."""
