@@ -52,7 +52,7 @@ class Cost:
 
 
 def flops_per_token(model: ModelConfig, sequence: int) -> int:
-    """Operations per token of a dense training step: 6 for each weight (a tied embedding counts as output head), and the
+    """Operations per token of a dense training step: 6 for each weight (tied embeddings are the output head's), and the
     scores and sums of causal attention, which sees half of the sequence on average."""
     return 6 * model.parameters + 6 * model.layers * model.hidden_size * sequence
 

@@ -211,12 +211,10 @@ def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
     """
     from slurm.job import REQUEUE_SIGNAL  # of submitit
 
-    known = {entry.job.job: entry for entry in chosen if entry.job is not None}
-    note_submitted(
-        folder, [dataclasses.replace(entry.job, cancelled=True) for entry in chosen if entry.job is not None]
-    )
-    running = [job for job, entry in known.items() if entry.seen is not None and entry.seen.state == "RUNNING"]
-    scheduler.cancel([job for job in known if job not in running])
+    jobs = {entry.job: entry.seen for entry in chosen if entry.job is not None}
+    note_submitted(folder, [dataclasses.replace(job, cancelled=True) for job in jobs])
+    running = [job.job for job, seen in jobs.items() if seen is not None and seen.state == "RUNNING"]
+    scheduler.cancel([job.job for job in jobs if job.job not in running])
     if not running:
         return
     seconds = load_cluster(str(folder / CLUSTER)).signal_seconds

@@ -1,7 +1,6 @@
 """Typed configuration: the command line, presets, errors that help, and the paper's table 2."""
 
 import csv
-import dataclasses
 import importlib
 import re
 import sys
@@ -61,9 +60,9 @@ class Outer:
 
 @pytest.mark.parametrize("text", ["2e-5", "2E-5", ".2e-4", "0.00002"])
 def test_exponents_are_numbers(text, tmp_path):
-    assert parse(TrainConfig, [f"sparsity.l1={text}"]).sparsity.l1 == pytest.approx(2e-5)
     (tmp_path / "c.yaml").write_text(f"sparsity:\n  l1: {text}\n")
-    assert parse(TrainConfig, [f"config={tmp_path / 'c.yaml'}"]).sparsity.l1 == pytest.approx(2e-5)
+    for argument in (f"sparsity.l1={text}", f"config={tmp_path / 'c.yaml'}"):
+        assert parse(TrainConfig, [argument]).sparsity.l1 == pytest.approx(2e-5)
 
 
 def test_order_file_then_preset_then_single_keys(tmp_path):
@@ -96,8 +95,6 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
-        ("sparsity.l1=-1", "sparsity.l1 must be at least 0, got -1.0"),
-        ("run.max_steps=0", "run.max_steps must be at least 1, got 0"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
 )
@@ -107,26 +104,12 @@ def test_wrong_arguments_are_explained(argument, message):
     assert message in str(caught.value)
 
 
-def test_wrong_keys_in_files_name_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model:\n  layer: 7\n")
-    with pytest.raises(ConfigError, match=r"unknown option 'model.layer' \(in .*c.yaml\); did you mean 'model.layers'"):
-        load_config(TrainConfig, path)
-    path.write_text("- 1\n")
-    with pytest.raises(ConfigError, match="must hold a mapping"):
-        load_config(TrainConfig, path)
-    path.write_text("model: {a\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(TrainConfig, path)
-
-
 def test_types_of_other_classes():
     config = parse(Outer, ["inner.names=[a,b]", "inner.sizes=[3]", "inner.rates=[1,2e-5]", "inner.label=x", "inner=z"])
     assert config.inner == Inner(["a", "b"], [3], [1.0, 2e-5], "x", "z")
-    with pytest.raises(ConfigError, match=r"inner.sizes must be a list of integers, like \[a,b\], got 'x'"):
-        parse(Outer, ["inner.sizes=x"])
-    with pytest.raises(ConfigError, match=r"inner.sizes must be a list"):
-        parse(Outer, ["inner.sizes=[1,x]"])
+    for wrong in ("x", "[1,x]"):
+        with pytest.raises(ConfigError, match=r"inner.sizes must be a list of integers, like \[a,b\], got"):
+            parse(Outer, [f"inner.sizes={wrong}"])
 
 
 @pytest.mark.parametrize(
@@ -179,6 +162,10 @@ def test_nothing_in_a_value_is_resolved(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"inner: {kinds: 7}", r"unknown option 'inner.kinds' \(in .*c.yaml\); did you mean 'inner.kind'"),
+        (b"inner: {sizes: [9.5]}", r"inner.sizes \(in .*c.yaml\) must be a list of integers, like \[a,b\], got"),
+        (b"- 1", "must hold a mapping"),
+        (b"inner: {a", "cannot be read"),
         (b"inner: {kind: a, kind: b}", "'kind' comes twice"),
         (b"\xff\xfe\xff", "cannot be read"),
         (b"inner: !!python/object/apply:os.getpid []", "could not determine a constructor"),
@@ -213,29 +200,14 @@ def test_defaults_are_not_shared():
     assert parse(Outer, []).inner.sizes == [1, 2]
 
 
-def test_help_lists_every_option(capsys):
+def test_help_is_the_description_of_every_option(capsys):
     with pytest.raises(SystemExit) as caught:
         parse(TrainConfig, ["model=demo", "--help"])
     text = capsys.readouterr().out
-    assert caught.value.code == 0
-    assert text == describe(TrainConfig) + "\n"
-    for key in to_dict(TrainConfig()):
-        assert f"  {key}=" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert (caught.value.code, text) == (0, describe(TrainConfig) + "\n")
     assert "sparsity.l1_off_steps=0" in text
     assert "(an integer, steps, at least 0)" in text
-    for name in preset_names("model"):
-        assert name in text
-
-
-def test_every_option_has_a_meaning():
-    def check(cls):
-        for field in dataclasses.fields(cls):
-            assert field.metadata.get("help"), field.name
-            if dataclasses.is_dataclass(field.default_factory):
-                check(field.default_factory)
-
-    check(TrainConfig)
+    assert max(map(len, text.splitlines())) <= 120
 
 
 # --- the paper's hyperparameters --------------------------------------------------------------------------------------
@@ -408,17 +380,6 @@ def test_every_program_takes_the_presets_that_its_help_lists(module):
         assert parse(config, [f"model={name}"]).model.name == name
 
 
-def test_the_file_in_which_a_value_is_out_of_range_is_named(tmp_path):
-    (tmp_path / "c.yaml").write_text("sparsity: {l1: -1}")
-    with pytest.raises(ConfigError, match=r"sparsity.l1 \(in .*c.yaml\) must be at least 0, got -1.0"):
-        load_config(TrainConfig, tmp_path / "c.yaml")
-
-
-def test_values_without_a_text_are_checked_too():
-    with pytest.raises(ConfigError, match=r"optimizer.weight_decay must be at least 0"):
-        with_values(TrainConfig(), optimizer={"weight_decay": -1.0})
-
-
 def test_an_absurdly_large_step_is_divided_without_delay():
     config = parse(TrainConfig, ["training.tokens_per_step=4294967296", "training.sequence_length=1"])
     assert micro_batch_size(config, 1) == 8
@@ -472,8 +433,7 @@ def test_a_bug_keeps_its_traceback():
 def test_every_program_explains_its_options(module):
     config = program_config(module)
     text = describe(config)
-    for field in dataclasses.fields(config):
-        assert field.name in text
+    assert all(f"  {key}=" in text for key in to_dict(config()))
     single = [
         line.split("=")[0].strip() for line in text.splitlines() if re.match(r"  [a-z0-9_.]+=(?!NAME|VALUE)", line)
     ]

@@ -71,9 +71,7 @@ def test_models_that_were_trained_elsewhere_are_measured_alike(tmp_path):
         if name.endswith("SparseLM2B"):
             assert not item.needs
             assert {"data=path:/text"} < set(item.arguments)
-            assert any(
-                argument.startswith("checkpoint") and "SakanaAI/SparseLM2B" in argument for argument in item.arguments
-            )
+            assert any("checkpoint" in argument and "SakanaAI/SparseLM2B" in argument for argument in item.arguments)
 
 
 def test_a_grid_is_every_combination(tmp_path):
@@ -112,19 +110,22 @@ def test_one_command_is_a_training_and_its_text(tmp_path):
     assert folder == tmp_path
     study, folder, (item,), _ = command_items("experiments.gather_nonzeros", ["checkpoint=x"])
     assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
-    for module in ("experiments.trian", "experiments.study.graph", "slurm.cluster"):
-        with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
-            command_items(module, [])
-    with pytest.raises(ConfigError, match=r"did you mean 'experiments\.train'\?"):
-        command_items("experiments.trian", [])
-    for module in ("analysis.build", "experiments.run_notebooks"):
-        with pytest.raises(ConfigError, match="run it by hand"):
-            command_items(module, [])
-    for module in ("./train", "", "a b"):
-        with pytest.raises(ConfigError, match=r"a module is wanted, such as experiments\.train"):
-            command_items(module, [])
-    with pytest.raises(ConfigError, match=r"did you mean 'sparsity.l1'"):
-        command_items("experiments.train", ["l1=3"])
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("experiments.trian", r"experiments.trian cannot be launched: .*; did you mean 'experiments\.train'\?"),
+        ("slurm.cluster", "slurm.cluster cannot be launched"),
+        ("analysis.build", "takes no typed configuration: run it by hand"),
+        ("experiments.run_notebooks", "leaves no result rows that would tell when it is done: run it by hand"),
+        ("./train", r"a module is wanted, such as experiments\.train"),
+        ("", r"a module is wanted, such as experiments\.train"),
+    ],
+)
+def test_a_wrong_command_is_refused(module, message):
+    with pytest.raises(ConfigError, match=message):
+        command_items(module, [])
 
 
 @pytest.mark.parametrize(
@@ -213,8 +214,7 @@ def test_a_study_of_parts_has_their_items_in_its_own_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "key"),
     [
-        ("gird: {}\n", "unknown option 'gird'"),
-        ("gird: {}\n", "did you mean 'grid'?; --help lists all options. Valid are: "),
+        ("gird: {}\n", "; did you mean 'grid'?; --help lists all options. Valid are: "),
         ("trainings: {'a; rm -rf ~': [model=smoke]}\n", "item 'a; rm -rf ~': a name must be of at most 200 letters"),
         ("trainings: {../up: [model=smoke]}\n", "item '../up'"),
         ("trainings: {a: [model=smoke, sparsity.l2=1]}\n", "a: unknown option 'sparsity.l2'"),
@@ -230,10 +230,7 @@ def test_a_study_of_parts_has_their_items_in_its_own_folder(tmp_path):
         ("grid: {training.seed: [1, 1]}\n", "grid: training.seed must have values that differ"),
         ("runs: ''\n", "runs must name a folder"),
         ("benchmarks: {few: [--tokens]}\n", "benchmarks: few: arguments are written option=value, got '--tokens'"),
-        (
-            "benchmarks: {few: [train, model=smoke]}\n",
-            "got 'train'; the first word may be one of bench_kernels, bench_f",
-        ),
+        ("benchmarks: {few: [train, model=smoke]}\n", "got 'train'; the first word may be one of bench_kernels, b"),
         ("benchmarks: {few: [model=smoke, bench_training]}\n", "option=value, got 'bench_training'; the first word"),
         ("3", ""),
         ("[]", ""),
@@ -263,11 +260,6 @@ def test_whatever_is_wrong_with_a_study_is_one_line_with_its_file_and_key(tmp_pa
     assert text.startswith(f"study={path}: ")
     assert key in text
     assert "\n" not in text
-
-
-def test_figures_lie_beside_the_runs(tmp_path):
-    config = load_study("smoke", [f"runs={tmp_path}"])
-    assert (config.folder, config.output) == (tmp_path / "smoke", tmp_path / "smoke.figures")
 
 
 def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):

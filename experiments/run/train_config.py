@@ -27,9 +27,8 @@ SIZE: dict[str, Any] = {"minimum": 1, "maximum": LARGEST_SIZE}
 DEFAULT_MICRO_BATCH = 8
 # In a run's folder: which tokens `experiments.prepare_data` made.
 TEXT = "text.json"
-SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
-# Options of the science groups that only say where files lie and what rows call the text.
-WITHOUT_EFFECT = ("data.name", "data.cache_dir")
+# Options that decide where results go, how work is laid out, where files lie, and what rows call the text.
+WITHOUT_EFFECT = ("run.", "execution.", "data.name", "data.cache_dir")
 TEXT_SOURCE = Pattern(re.compile(r"stdlib|(path|hf):.+", re.DOTALL), "stdlib, path:... or hf:...")
 
 
@@ -368,10 +367,9 @@ class TrainConfig:
             self.data = dataclasses.replace(self.data, max_tokens=budget)
 
 
-def science(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide the results, flat: what two processes must share to continue the same run."""
-    values = {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE}
-    return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+def science(config: Any) -> dict[str, Any]:
+    """The options of a program that decide its results, flat: what two trainings must share to be the same run."""
+    return {key: value for key, value in to_dict(config).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> str:

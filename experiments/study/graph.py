@@ -26,16 +26,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.run.config import load_config, parse, to_dict
+from experiments.run.config import load_config, parse
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
-from experiments.run.train_config import WITHOUT_EFFECT
+from experiments.run.train_config import science
 
 MADE_FROM = "needs.json"
 PREPARE = "prepare_data"  # the kind of items that make token files
-# Options in these sections determine where results go and how work is distributed, but not the results.
-NO_EFFECT_SECTIONS = ("run.", "execution.")
 Row = Mapping[str, Any]
 
 
@@ -206,11 +204,8 @@ class Change(NamedTuple):
 
 def difference(saved: Any, asked: Any) -> Change | None:
     """The first option with an effect on results that differs between two configurations of one class."""
-    before, now = to_dict(saved), to_dict(asked)
-    for key in now:
-        if before[key] != now[key] and not key.startswith(NO_EFFECT_SECTIONS) and key not in WITHOUT_EFFECT:
-            return Change(key, before[key], now[key])
-    return None
+    before, now = science(saved), science(asked)
+    return next((Change(key, before[key], value) for key, value in now.items() if before[key] != value), None)
 
 
 # --- what is done -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ SlurmdTimeout=6
 # Jobs of "main" evict those of "scavenge". These get SIGTERM at once, and are requeued at the end of GraceTime.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-{parameters}
+SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_ports}] CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=off
@@ -104,7 +104,6 @@ class MiniSlurm:
             host=host,
             user=subprocess.check_output(["id", "-un"], text=True).strip(),
             listen="CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" if local else "",
-            parameters="SlurmctldParameters=preempt_send_user_signal",
             first_job=1000 + secrets.randbelow(50_000_000),
             port=ports[0],
             node_ports=f"{ports[1]}-{ports[2]}",
