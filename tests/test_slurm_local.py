@@ -105,8 +105,7 @@ class Said(list):
 class FakeJob:
     """Stands for a process; the test decides when it ends."""
 
-    def __init__(self):
-        self.ended = False
+    ended = False
 
     def done(self):
         return self.ended

@@ -7,6 +7,7 @@ import re
 import reprlib
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,12 +148,7 @@ class Range:
 
 def first_twice(items: Iterable[Any]) -> Any:
     """The first item that is there twice; None if all differ."""
-    seen = set()
-    for item in items:
-        if item in seen:
-            return item
-        seen.add(item)
-    return None
+    return next((item for item, count in Counter(items).items() if count > 1), None)
 
 
 class _TextLoader(yaml.SafeLoader):

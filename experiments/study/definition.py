@@ -88,15 +88,11 @@ class StudyConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
-            if unknown := [kind for kind in kinds if kind not in KINDS]:
+        for name in ("arguments", "seconds", "kinds"):
+            if unknown := [kind for kind in getattr(self, name) if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
-        for name, lists in (
-            ("trainings", self.trainings),
-            ("benchmarks", self.benchmarks),
-            ("arguments", self.arguments),
-        ):
-            for key, words in lists.items():
+        for name in ("trainings", "benchmarks", "arguments"):
+            for key, words in getattr(self, name).items():
                 arguments = _kind_and_arguments(words)[1] if name == "benchmarks" else words
                 if wrong := [word for word in arguments if word.startswith("-") or word.find("=") < 1]:
                     first = f"; the first word may be one of {', '.join(BENCHMARKS)}" if name == "benchmarks" else ""
@@ -305,8 +301,8 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
         yield _item(config, name, "train", *arguments, needs=(texts[name].name,), expected=expected)
     models = {name: str(folder / name) for name in names} | config.checkpoints
     needed = {name: (name,) if name in config.trainings else () for name in models}
-    text = [f"data={config.data}"] if config.data else []  # of a training it is that of its checkpoint
-    texts_of = {name: text if name in config.checkpoints else [] for name in models}
+    # That of a training is its checkpoint's.
+    texts_of = {name: [f"data={config.data}"] if config.data and name in config.checkpoints else [] for name in models}
     for name, checkpoint in models.items():
         if "model.activation=silu" in config.trainings.get(name, []):
             continue  # firing is defined for ReLU models only: a SiLU is never exactly zero
