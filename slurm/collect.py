@@ -42,7 +42,6 @@ class CollectConfig(SubmittedStudy):
 
     @property
     def output(self) -> Path:
-        """Where to write."""
         return Path(self.out or f"{self.folder}.collected")
 
 

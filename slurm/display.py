@@ -159,7 +159,6 @@ class Display:
             self._print(text)
 
     def ended(self, item: Item, state: State) -> None:
-        """Take note of how an item ended."""
         self._states[item.name] = state
 
     def show(self, running: Sequence[Item]) -> None:

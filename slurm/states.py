@@ -59,9 +59,12 @@ def item_states(
         name: ItemState(item, *results[name], jobs.get(name), report=reports[name])
         for name, item in graph.items.items()
     }
-    unsettled = {
-        name: entry for name, entry in states.items() if entry.state is not State.DONE or not _has_ended(entry)
+    ended = {
+        name
+        for name, report in reports.items()
+        if report is not None and report.has_ended and (name not in jobs or jobs[name].job == report.job)
     }
+    unsettled = {name: entry for name, entry in states.items() if entry.state is not State.DONE or name not in ended}
     slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
     seen = scheduler.queue(slurm) if slurm else {}
     if forgotten := [job for job in slurm if job not in seen]:
@@ -71,13 +74,6 @@ def item_states(
         if entry.state is not State.DONE or open_state.state in ALIVE:
             states[name] = open_state
     return states
-
-
-def _has_ended(entry: ItemState) -> bool:
-    """Whether the item's latest job is known to be over."""
-    return (
-        entry.report is not None and entry.report.has_ended and (entry.job is None or entry.job.job == entry.report.job)
-    )
 
 
 def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:

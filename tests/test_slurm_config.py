@@ -40,7 +40,10 @@ def test_kinds_have_their_own_resources():
     train, other = cluster.resources("train"), cluster.resources("evaluate")
     assert (train.gpus, train.nodes, train.partition, train.cpus) == (4, 2, "big", cluster.cpus)
     assert (other.gpus, other.nodes, other.partition) == (1, 1, "gpu")
-    assert (train.processes, cluster.resources("bench_forward").processes) == (4, 1)
+    assert (train.processes, other.processes) == (4, 1)
+    cluster = load_cluster("slurm", ["gpus=2", "kinds={train: [gpus=4], notebooks: [gpus=1]}"])
+    found = {kind: cluster.resources(kind).gpus for kind in ("train", "evaluate", "prepare_data", "build", "notebooks")}
+    assert found == {"train": 4, "evaluate": 2, "prepare_data": 0, "build": 0, "notebooks": 1}
     assert load_cluster("slurm", ["kinds={train: [gpus=4, processes=2]}"]).resources("train").processes == 2
 
 
@@ -464,12 +467,6 @@ def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path, monkeypatc
     with pytest.raises(RunError, match=message):
         submit(read_request([*common, *arguments]))
     assert not (tmp_path / "runs").exists()
-
-
-def test_kinds_that_use_no_gpu_get_none():
-    cluster = load_cluster("slurm", ["gpus=2", "kinds={train: [gpus=4], notebooks: [gpus=1]}"])
-    found = {kind: cluster.resources(kind).gpus for kind in ("train", "evaluate", "prepare_data", "build", "notebooks")}
-    assert found == {"train": 4, "evaluate": 2, "prepare_data": 0, "build": 0, "notebooks": 1}
 
 
 def test_advice_names_the_study_wherever_it_is(tmp_path, monkeypatch):

@@ -36,30 +36,9 @@ def test_every_study_is_valid(name, tmp_path):
     graph = study_graph(config)
     if not config.parts:  # which are studies of their own
         check_arguments(graph.items.values())
-    trainings = {name: item for name, item in graph.items.items() if item.kind == "train"}
-    wanted = {
-        "six_runs": 6,
-        "paper": 20,
-        "l1_sweep": 96,
-        "scaled": 24,
-        "variants": 18,
-        "sizes": 12,
-        "narrow": 25,
-        "frontier": 27,
-        "lengths": 9,
-        "demo": 7,
-        "smoke": 5,
-        "full_shapes": 11,
-        "kernels_in_training": 6,
-        "gpu": 24 + 18 + 12 + 25 + 11 + 6,
-        "kernels": 0,
-        "second_device": 0,
-        "eager": 0,
-        "released": 0,
-    }
-    assert len(trainings) == wanted[name]
-    assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
-    assert all(f"run.study={name}" in item.arguments for item in trainings.values())
+    trainings = [item for item in graph.items.values() if item.kind == "train"]
+    assert all(graph.items[need].kind == "prepare_data" for item in trainings for need in item.needs)
+    assert all(f"run.study={name}" in item.arguments for item in trainings)
 
 
 def test_models_that_were_trained_elsewhere_are_measured_alike(tmp_path):

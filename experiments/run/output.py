@@ -37,11 +37,9 @@ class OutputConfig:
     dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>", required=True)
 
     def folder(self, program: str) -> Path:
-        """The folder that results are written to."""
         return Path(self.dir) if self.dir is not None else Path("runs") / self.study / self.name(program)
 
     def name(self, program: str) -> str:
-        """The item's name."""
         return self.item or program
 
 

@@ -324,7 +324,6 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.dir) if self.dir is not None else Path("runs") / self.study / self.item
 
 

@@ -91,7 +91,6 @@ class Item:
 
     @property
     def rows_path(self) -> Path:
-        """The path of its rows."""
         return self.folder / "rows.csv"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -282,7 +281,6 @@ class Graph:
         return self._read(Item.rows, item)
 
     def digest(self, item: Item) -> str:
-        """The item's digest (`Item.digest`)."""
         return self._read(Item.digest, item)
 
     def states(self) -> dict[str, tuple[State, str]]:
