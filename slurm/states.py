@@ -54,17 +54,13 @@ def item_states(
     """
     graph = Graph(submission.items, same_config)
     results, jobs = graph.states(), latest_jobs(folder)
-    reports = {name: read_report(item.folder) for name, item in graph.items.items()}
-    states = {
-        name: ItemState(item, *results[name], jobs.get(name), report=reports[name])
-        for name, item in graph.items.items()
-    }
-    ended = {
-        name
-        for name, report in reports.items()
-        if report is not None and report.has_ended and (name not in jobs or jobs[name].job == report.job)
-    }
-    unsettled = {name: entry for name, entry in states.items() if entry.state is not State.DONE or name not in ended}
+    states, unsettled = {}, {}
+    for name, item in graph.items.items():
+        job, report = jobs.get(name), read_report(item.folder)
+        states[name] = ItemState(item, *results[name], job, report=report)
+        is_over = report is not None and report.has_ended and (job is None or job.job == report.job)
+        if not (is_over and states[name].state is State.DONE):
+            unsettled[name] = states[name]
     slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
     seen = scheduler.queue(slurm) if slurm else {}
     if forgotten := [job for job in slurm if job not in seen]:

@@ -123,11 +123,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     named = {key: argument.partition("=")[2] for key, argument in zip(given, arguments, strict=True)}
     overrides = [argument.removeprefix("cluster.") for argument in arguments if argument.startswith("cluster.")]
     cluster = load_cluster(named.get("cluster", "local"), overrides)
-    rest = [
-        argument
-        for argument in arguments
-        if argument != "--dry-run" and not argument.startswith(("cluster=", "cluster."))
-    ]
+    rest = [word for word in arguments if word != "--dry-run" and not word.startswith(("cluster=", "cluster."))]
     study = None
     if rest and "=" not in rest[0]:
         name, folder, items, configs = command_items(rest[0], rest[1:])

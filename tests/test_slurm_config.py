@@ -53,12 +53,12 @@ def test_kinds_have_their_own_resources():
         (
             "slurm",
             ["partiton=gpu"],
-            r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, acc",
+            r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, ac",
         ),
         (
             "slurm",
             ["kinds={train: [gpuz=1]}"],
-            r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, runs_per_",
+            r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, runs_per",
         ),
         ("slurm", ["minutes=soon"], "minutes must be an integer, got 'soon'"),
         ("slurm", ["executor=pbs"], "executor must be one of slurm, local, debug, got 'pbs'"),

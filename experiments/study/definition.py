@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import experiments
 from experiments.run.config import find_yaml, listing_options, nearest, option, parse, to_dict
@@ -398,20 +398,13 @@ def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) 
 # --- one command ------------------------------------------------------------------------------------------------------
 
 
-class Command(NamedTuple):
-    """A study's name and folder, the items that a command line asks for, and the configurations of their programs (None
-    for the making of a text)."""
-
-    study: str
-    folder: Path
-    items: list[Item]
-    configs: dict[str, Any]
-
-
-def command_items(module: str, arguments: Sequence[str]) -> Command:
+def command_items(module: str, arguments: Sequence[str]) -> tuple[str, Path, list[Item], dict[str, Any]]:
     """One item for each combination of values that the arguments name (`training.seed=0,1,2`), after what it needs.
     Several runs have items and folders of their own: inside of `run.dir` if that is given, else beside where a single
     run would be.
+
+    Returns the study's name and folder, the items, and the configurations of their programs (None for the making of a
+    text).
 
     Raises:
         ConfigError: no such module, one without a typed configuration, or wrong arguments.
@@ -435,11 +428,11 @@ def command_items(module: str, arguments: Sequence[str]) -> Command:
         configs[item.name] = config
     folder = items[0].folder.parent
     if items[0].kind != "train":
-        return Command(study, folder, items, configs)
+        return study, folder, items, configs
     texts = prepared_texts({item.name: item.arguments for item in items}, study, folder)
     trainings = [replace(item, needs=(texts[item.name].name,)) for item in items]
     made = {text.name: text for text in texts.values()}
-    return Command(study, folder, [*made.values(), *trainings], dict.fromkeys(made) | configs)
+    return study, folder, [*made.values(), *trainings], dict.fromkeys(made) | configs
 
 
 def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item, Any]:

@@ -46,8 +46,8 @@ def study(tmp_path_factory):
     write_submission(folder, Submission(tuple(made), str(root), {item.name: 10000 for item in made}))
     jobs = [Job(item.name, f"{7 + n // 1000}_{n % 1000}", "slurm", "log", now()) for n, item in enumerate(made)]
     note_submitted(folder, jobs)
-    template = parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"])
-    text = to_yaml(template)
+    text = to_yaml(parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"]))
+    rows = training_rows(root / "rows.csv")
     for number, (item, job) in enumerate(zip(made, jobs, strict=True)):
         finished, failed = number < RUNS - 100, number >= RUNS - 50
         item.folder.mkdir()
@@ -58,9 +58,9 @@ def study(tmp_path_factory):
         report = Report(job.job, state, "node7", 0, item.arguments, now(), error="ValueError: no" if failed else "")
         if finished:
             report = dataclasses.replace(report, config=config_digest(item.folder))
+            own = rows.replace("STUDY", folder.name).replace("ITEM", item.name)
+            (item.folder / "rows.csv").write_text(own.replace("0.125", str(l1)).replace("777777", str(seed)))
         (item.folder / "job.json").write_text(json.dumps(dataclasses.asdict(report)))
-        if finished:
-            write_training_rows(item, folder.name, l1, seed)
     return folder
 
 
@@ -72,23 +72,16 @@ def write_metrics(folder, records):
             file.write(json.dumps(record) + "\n")
 
 
-_TEXTS = {}
-
-
-def write_training_rows(item, study, l1, seed):
-    """Rows as a training leaves them. The text is made once: what is measured here is reading."""
-    path = item.folder / "rows.csv"
-    if not _TEXTS:
-        known = {"study": "STUDY", "item": "ITEM", "op": "train", "plan": "hybrid", "backend": "dense", "model": "0.5b"}
-        known |= {"layers": LAYERS, "activation": "relu", "gated": True, "l1": 0.125, "modification": "none"}
-        known |= {"seed": 777777, "step": 10000, "tokens": 2**20, "hidden": 2048, "intermediate": 5632}
-        rows = [make_row(**known, metric=name, value=UNITS.get(name, 4.0), n=1) for name in TRAINING_METRICS]
-        by_layer = [(name, layer) for name in ("nonzeros", "dead_fraction") for layer in range(LAYERS)]
-        rows += [make_row(**known, metric=name, layer=layer, value=UNITS[name], n=1) for name, layer in by_layer]
-        write_rows(path, rows)
-        _TEXTS["rows"] = path.read_text()
-    text = _TEXTS["rows"].replace("STUDY", study).replace("ITEM", item.name)
-    path.write_text(text.replace("0.125", str(l1)).replace("777777", str(seed)))
+def training_rows(path):
+    """The text of rows as a training leaves them, made once: what is measured here is reading."""
+    known = {"study": "STUDY", "item": "ITEM", "op": "train", "plan": "hybrid", "backend": "dense", "model": "0.5b"}
+    known |= {"layers": LAYERS, "activation": "relu", "gated": True, "l1": 0.125, "modification": "none"}
+    known |= {"seed": 777777, "step": 10000, "tokens": 2**20, "hidden": 2048, "intermediate": 5632}
+    rows = [make_row(**known, metric=name, value=UNITS.get(name, 4.0), n=1) for name in TRAINING_METRICS]
+    by_layer = [(name, layer) for name in ("nonzeros", "dead_fraction") for layer in range(LAYERS)]
+    rows += [make_row(**known, metric=name, layer=layer, value=UNITS[name], n=1) for name, layer in by_layer]
+    write_rows(path, rows)
+    return path.read_text()
 
 
 def seconds(function, *arguments):
