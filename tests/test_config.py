@@ -82,7 +82,6 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("sparsity.l1=abc", "sparsity.l1 must be a number, got 'abc'"),
         ("sparsity.l1=true", "sparsity.l1 must be a number, got 'true'"),
         ("training.steps=1e4", "training.steps must be an integer, got '1e4'"),
-        ("training.steps=1.5", "must be an integer"),
         ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
         ("sparsity.l1_reduction=max", "must be one of sum, mean, got 'max'"),
@@ -114,23 +113,7 @@ def test_types_of_other_classes():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a #2",
-        "3.10",
-        "yes",
-        "12:30",
-        "null",
-        "~",
-        "",
-        "[a]",
-        "{a: b}",
-        "'a'",
-        " a ",
-        "???",
-        "${oc.env:HOME}",
-        "${",
-        "é\n",
-    ],
+    ["a #2", "3.10", "yes", "12:30", "null", "~", "", "[a]", "{a: b}", "'a'", " a ", "???", "${oc.env:X}", "${", "é\n"],
 )
 def test_text_is_taken_as_typed_and_saved_as_it_is(text, tmp_path):
     config = parse(Outer, [f"inner.kind={text}"])
@@ -329,13 +312,10 @@ CHECKPOINT = "checkpoint=run"
     [
         ("train", ["sparsity.l1=nan"], "sparsity.l1 must be a finite number, got nan"),
         ("train", ["optimizer.weight_decay=-1"], "optimizer.weight_decay must be at least 0"),
-        ("train", ["optimizer.learning_rate=inf"], "must be a finite number"),
         ("train", ["optimizer.beta2=1"], "optimizer.beta2 must be below 1"),
-        ("train", ["run.max_seconds=nan"], "run.max_seconds must be a finite number"),
         ("train", ["run.dir="], "run.dir must not be empty"),
         ("train", ["run.item=.."], "run.item must be of at most 200 letters"),
         ("train", ["run.item="], "run.item must not be empty"),
-        ("train", ["run.item=" + "a" * 300], "run.item must be of at most 200 letters"),
         ("train", ["training.seed=-1"], "training.seed must be at least 0"),
         ("train", ["training.seed=4294967295"], "training.seed must be at most 4294967294"),
         ("train", ["training.tokens_per_step=1000000000000000000"], "training.tokens_per_step must be at most"),
@@ -347,7 +327,6 @@ CHECKPOINT = "checkpoint=run"
         ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
         ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
-        ("gather_nonzeros", [CHECKPOINT, "device=meta"], "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         ("evaluate", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
         ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
         ("bench_kernels", ["ops=[]"], "ops must not be empty"),
@@ -359,7 +338,6 @@ CHECKPOINT = "checkpoint=run"
         ("bench_kernels", ["masks_item=relu"], "layers and masks_item are those of masks"),
         ("bench_forward", ["backends=[foo]"], "each of backends: backend must be one of"),
         ("bench_forward", ["checkpoints=[a,a]"], "checkpoints has 'a' twice"),
-        ("bench_forward", ["sequence=0"], "sequence must be at least 1"),
         ("bench_training", ["micro_batch=-1"], "micro_batch must be at least 0"),
         ("bench_generate", ["batch=[1,0]"], "each of batch must be at least 1, got 0"),
         ("bench_generate", ["batch=[]"], "batch must not be empty"),

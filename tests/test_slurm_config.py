@@ -88,7 +88,6 @@ def test_a_wrong_cluster_is_refused(name, overrides, message):
         (["memory_gb=8", "sbatch={mem_per_gpu: 4G}"], "memory_gb and sbatch mem-per-gpu"),
         (["sbatch={mem: 8G, mem-per-cpu: 4G}"], "sbatch mem and sbatch mem-per-cpu"),
         (["gpus=1", "sbatch={gres: 'gpu:a100:2,nvme:1'}"], "gpus and sbatch gres"),
-        (["gpus=1", "sbatch={gpus-per-task: 1}"], "gpus and sbatch gpus-per-task"),
         (["kinds={nonzeros: ['sbatch={gpus-per-node: 1}']}"], "gpus and sbatch gpus-per-node"),
         (["cpus=2", "sbatch={cpus-per-gpu: 2}"], "cpus and sbatch cpus-per-gpu"),
         (["sbatch={ntasks: 4}"], "processes and sbatch ntasks"),
