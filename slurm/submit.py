@@ -187,8 +187,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
             submission = Submission((*items, *others), before.directory, before.steps | steps)
         states = item_states(folder, submission, config_difference)
         for item in items:
-            open_ = states[item.name].state in ALIVE or (item.folder / CONFIG).is_file()
-            if item.name in request.names and open_ and item.kind != PREPARE:  # whose name stands for its options
+            if item.name in request.names and item.kind != PREPARE:  # whose name stands for its options
                 _refuse_other_options(item, states[item.name], before)
         alive = [name for name, entry in states.items() if entry.state in ALIVE]
         places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}

@@ -64,16 +64,8 @@ class ModelConfig:
     rms_norm_eps: float = option(1e-6, "epsilon of the RMS norms", source="transformers' Llama", minimum=0)
 
     def __post_init__(self) -> None:
-        _require(
-            self.hidden_size % (2 * self.attention_heads) == 0,
-            f"model.hidden_size must be a multiple of 2 * model.attention_heads = {2 * self.attention_heads}",
-            self.hidden_size,
-        )
-        _require(
-            self.attention_heads % self.key_value_heads == 0,
-            f"model.attention_heads must be a multiple of model.key_value_heads = {self.key_value_heads}",
-            self.attention_heads,
-        )
+        _require_multiple("model.hidden_size", self.hidden_size, "2 * model.attention_heads", 2 * self.attention_heads)
+        _require_multiple("model.attention_heads", self.attention_heads, "model.key_value_heads", self.key_value_heads)
 
     @property
     def parameters(self) -> int:
@@ -159,11 +151,8 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            self.tokens_per_step % self.sequence_length == 0,
-            f"training.tokens_per_step must be a multiple of training.sequence_length = {self.sequence_length}",
-            self.tokens_per_step,
-        )
+        length = self.sequence_length
+        _require_multiple("training.tokens_per_step", self.tokens_per_step, "training.sequence_length", length)
 
 
 @dataclass
@@ -347,11 +336,9 @@ class TrainConfig:
     EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above", "data.skip_records")
 
     def __post_init__(self) -> None:
-        _require(
-            self.training.sequence_length <= self.model.max_positions,
-            f"training.sequence_length must be at most model.max_positions = {self.model.max_positions}",
-            self.training.sequence_length,
-        )
+        length, longest = self.training.sequence_length, self.model.max_positions
+        if length > longest:
+            raise ConfigError(f"training.sequence_length must be at most model.max_positions = {longest}, got {length}")
         backend, exempt = self.execution.sparse.backend, self.sparsity.exempt
         needing = {
             "sparsity.dead_neuron_reinit": (self.sparsity.dead_neuron_reinit, "no other neuron is ever dead"),
@@ -432,6 +419,6 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
     return max(size for size in (*small, *(share // size for size in small)) if size <= most)
 
 
-def _require(condition: bool, wanted: str, got: Any) -> None:
-    if not condition:
-        raise ConfigError(f"{wanted}, got {got!r}")
+def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    if value % of:
+        raise ConfigError(f"{name} must be a multiple of {of_name} = {of}, got {value}")

@@ -38,7 +38,7 @@ KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
 # Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
 # Arguments of a training that determine which tokens it reads, or whether those options are compatible.
-_OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
+_OF_THE_TEXT = re.compile(r"\s*((config|model|data)\s*=|(model|data)\.|training\.(?!seed=))")
 # Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
 # How values of a sweep are written: commas in these are part of a value.
@@ -357,13 +357,9 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
     items: dict[tuple[str, ...], Item] = {}
     texts = {}
     for name, arguments in trainings.items():
-        of_the_text = []
-        for argument in arguments:
-            group, dot, _ = argument.partition("=")[0].strip().partition(".")
-            if group + dot in _OF_THE_TEXT and not argument.startswith("training.seed="):
-                of_the_text.append(argument)
+        chosen = tuple(filter(_OF_THE_TEXT.match, arguments))
         # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
-        if (chosen := tuple(of_the_text)) not in items:
+        if chosen not in items:
             config = config_of(Item(name, "train", "experiments.train", chosen, folder))
             text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
             # A digest of everything that determines the tokens and their folder: it is unique to a text.

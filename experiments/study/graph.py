@@ -239,11 +239,10 @@ class Graph:
         unknown = [name for name in names if name not in self.items]
         if unknown:
             raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
-        chosen, stack = set(), list(names)
-        while stack:
-            name = stack.pop()
-            chosen.add(name)
-            stack += self.items[name].needs
+        chosen = set(names)
+        for item in reversed(self.items.values()):
+            if item.name in chosen:
+                chosen.update(item.needs)
         return Graph((item for item in self.items.values() if item.name in chosen), self._same_config)
 
     def problem(self, item: Item) -> str | None:
