@@ -77,20 +77,20 @@ class StatusConfig(SubmittedStudy):
     all: bool = option(False, "on a terminal: every item, however many")
 
 
-def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
-    """A line for every item of a study, those that need attention first, and the states that the lines show. Raises as
-    `SubmittedStudy.states` does."""
+def lines(folder: Path) -> tuple[str, list[Line], dict[str, ItemState]]:
+    """A title, a line for every item of a study, those that need attention first, and the states that the lines show.
+    Raises as `SubmittedStudy.states` does."""
     submission = read_submission(folder)
     states = item_states(folder, submission)
-    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in states.values()]
-    return sorted(made, key=lambda line: ORDER.index(line.state)), states
+    entries = sorted(states.values(), key=lambda entry: ORDER.index(entry.state))
+    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in entries]
+    return summary(folder.name, (entry.state for entry in entries)), made, states
 
 
 def status(config: StatusConfig) -> None:
     """Show the table: on a terminal until nothing runs or waits any more, or Ctrl-C. Tracebacks follow."""
     console = Console()
-    rows, states = lines(config.folder)
-    title = summary(config.folder.name, (line.state for line in rows))
+    title, rows, states = lines(config.folder)
     if not console.is_terminal:
         print("\n\n".join(filter(None, [plain(title, rows), tracebacks(states)])))
         return
@@ -101,8 +101,7 @@ def status(config: StatusConfig) -> None:
             if not any(entry.state in ALIVE for entry in states.values()):
                 break
             time.sleep(STATE_SECONDS)
-            rows, states = lines(config.folder)
-            title = summary(config.folder.name, (line.state for line in rows))
+            title, rows, states = lines(config.folder)
     console.print(tracebacks(states), markup=False, highlight=False)
 
 

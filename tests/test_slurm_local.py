@@ -41,7 +41,7 @@ from experiments.training import metrics
 from slurm import cancel, local, log, manage, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.collect import collect
-from slurm.display import Display, duration, plain, summary, table
+from slurm.display import Display, duration, plain, table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
 from slurm.manage import SubmittedStudy
@@ -898,8 +898,8 @@ def test_a_record_that_cannot_be_read_leaves_the_progress_empty(study, in_slurm,
     (study / "n_a").mkdir(exist_ok=True)
     (study / "n_a" / "progress.json").write_bytes(line)
     (study / "n_a" / "needs.json").write_bytes(line)
-    made, _ = manage.lines(study)
-    assert [each.cells["step"] for each in made] == ["", ""]
+    _, made, _ = manage.lines(study)
+    assert [each["step"] for each in made] == ["", ""]
 
 
 def test_progress_is_shown(study, slurm_says):
@@ -907,9 +907,8 @@ def test_progress_is_shown(study, slurm_says):
     write_report(study / "a", report(study / "a", "running"))
     record = {"step": 4, "tokens": 400, "cross_entropy": 3.5, "tokens_per_s": 1.0, "nonzeros": [10.0, 30.0]}
     (study / "a" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    made, _ = manage.lines(study)
-    assert [*made[0].cells.values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
-    title = summary("study", (line.state for line in made))
+    title, made, _ = manage.lines(study)
+    assert [*made[0].values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
     assert title == "study study: 2 items: 1 running, 1 queued"
     assert plain(title, made).splitlines()[0] == title
     shown = table(title, made, 1)

@@ -12,10 +12,9 @@ from experiments.run.config import parse, to_yaml
 from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import TRAINING_METRICS, load_study, study_items
-from experiments.study.graph import State
 from slurm import scheduler
 from slurm.collect import collect
-from slurm.display import plain, summary
+from slurm.display import plain
 from slurm.manage import lines
 from slurm.records import Job, Report, Submission, config_digest, note_submitted, now, write_submission
 
@@ -107,12 +106,12 @@ def in_queue(jobs):
 
 def test_the_status_of_2000_runs(study, parsing, monkeypatch):
     monkeypatch.setattr(scheduler, "queue", in_queue)
-    (made, states), took = seconds(lines, study)
+    (title, made, states), took = seconds(lines, study)
     assert took < STATUS_LIMIT * parsing, f"{took:.1f} s for the status of {RUNS} runs, {parsing:.1f} s to parse them"
-    text = plain(summary("large", (line.state for line in made)), made)
+    text = plain(title, made)
     assert text.startswith("study large: 2000 items: 50 failed, 50 running, 1900 done")
-    running = next(line for line in made if line.state is State.RUNNING)
-    shown = [running.cells[name] for name in ("step", "loss", "non-zeros", "tokens/s", "node", "left")]
+    running = next(line for line in made if line["state"] == "running")
+    shown = [running[name] for name in ("step", "loss", "non-zeros", "tokens/s", "node", "left")]
     assert shown == ["5000/10000", "4.000", "30.0", "100,000", "node7", "14:33 h"]
     assert len(states) == RUNS
     print(f"status of {RUNS} runs: {took:.1f} s (parsing alone: {parsing:.1f} s)")
