@@ -78,15 +78,15 @@ def collect(folder: Path, out: Path) -> dict[str, str]:
         write_rows(out / "rows.csv", (row for name in parts for row in graph.rows(measured[name])))
     rows = read.read_rows(out / "rows.csv")
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates("item").set_index("item", drop=False)
-    points = [(name, point) for name in runs.index for point in parts[name].points]
-    of_points = runs.loc[[name for name, _ in points]].reset_index(drop=True)
+    points = [point for name in runs.index for point in parts[name].points]
+    of_points = runs.loc[runs.index.repeat([len(parts[name].points) for name in runs.index])].reset_index(drop=True)
     settings = [(study, name, *each) for name, study in runs["study"].items() for each in parts[name].settings]
     nonzeros = {
         table: [each.nonzeros[table] for each in parts.values() if table in each.nonzeros] for table in read.NONZEROS
     }
     results = Results(
         rows=rows,
-        curves=pd.concat([of_points, read.points_frame([point for _, point in points])], axis=1),
+        curves=pd.concat([of_points, read.points_frame(points)], axis=1),
         settings=pd.DataFrame(settings, columns=list(SETTING_COLUMNS)),
         nonzeros={table: pd.concat(frames) for table, frames in nonzeros.items() if frames},
     )

@@ -81,7 +81,7 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
             raise ConfigError(f"arguments are written key=value (or --help), got {shown(argument)}")
         key = key.strip()
         metadata = _metadata(cls).get(key, {})
-        if key == "config" and key not in _metadata(cls):
+        if key == "config":
             groups += _of_file(cls, Path(text))
         elif metadata.get("presets"):
             groups += _of_preset(cls, find_yaml(text, CONFIG_ROOT / metadata["presets"], key))

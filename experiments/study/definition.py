@@ -33,8 +33,7 @@ BLOCKS = ("ffn_forward", "ffn_training")
 OF_MODELS = ("throughput", "peak_memory")
 MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
 BENCHMARKS = ("bench_kernels", *MODEL_BENCHMARKS)
-MEASUREMENTS = ("nonzeros", "evaluate", *BENCHMARKS)
-KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
+KINDS = (PREPARE, "train", "nonzeros", "evaluate", *BENCHMARKS, "build", "notebooks")
 # Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
 # Arguments of a training that determine which tokens it reads, or whether those options are compatible.
