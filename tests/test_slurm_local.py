@@ -726,7 +726,7 @@ def measured(tmp_path, slurm_says):
     )
     old.folder.mkdir(parents=True)
     save_config(config_of(old), old.folder / "config.yaml")
-    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "unit": "1", "value": 3.0}
+    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "value": 3.0}
     write_rows(old.folder / "rows.csv", [make_row(**known)])
     write_submission(folder, Submission((new,), str(tmp_path), {}))
     (folder / "cluster.yaml").write_text("executor: slurm\n")
@@ -753,6 +753,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
 
 def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
     assert measured("done", config=config_digest(measured.old.folder), job="9").state is State.DONE, "it says so"
+    assert collect(measured.folder, measured.folder.with_suffix(".collected")) == {}, "of a study without trainings"
     save_config(config_of(measured.new), measured.old.folder / "config.yaml")
     assert measured(None).state is State.DONE, "made again by hand, with the options asked for"
     save_config(config_of(measured.old), measured.old.folder / "config.yaml")
