@@ -135,15 +135,13 @@ class Range:
             return "an integer of 64 bits"
         if math.isnan(value) or (self.finite and math.isinf(value)):
             return "a finite number" if self.finite else "a number"
-        if self.minimum is not None and value < self.minimum:
-            return f"at least {self.minimum}"
-        if self.maximum is not None and value > self.maximum:
-            return f"at most {self.maximum}"
-        if self.above is not None and value <= self.above:
-            return f"above {self.above}"
-        if self.below is not None and value >= self.below:
-            return f"below {self.below}"
-        return None
+        broken = {
+            f"at least {self.minimum}": self.minimum is not None and value < self.minimum,
+            f"at most {self.maximum}": self.maximum is not None and value > self.maximum,
+            f"above {self.above}": self.above is not None and value <= self.above,
+            f"below {self.below}": self.below is not None and value >= self.below,
+        }
+        return next((words for words, is_broken in broken.items() if is_broken), None)
 
 
 def first_twice(items: Iterable[Any]) -> Any:
