@@ -36,7 +36,7 @@ from experiments.bench.options import (
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
-from experiments.run.train_config import LARGEST_SIZE, TEXT_SOURCE
+from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
 
@@ -63,11 +63,6 @@ class BenchForwardConfig(SequenceBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)
-    data: str = option(
-        "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on, its validation split",
-        pattern=TEXT_SOURCE,
-    )
     random_ids: bool = option(
         False, "also on uniformly random token ids, on which a trained model has other non-zeros than on text"
     )

@@ -77,12 +77,8 @@ KNOWN_OPS = (*CEILINGS, *BLOCK_OPS, *SINGLE_OPS)
 # Only training holds memory. Of a CUDA graph or a stack, host time and memory are those of many calls at once.
 NOT_OF_A_FORWARD = ("held_memory",)
 NOT_OF_MANY = (*NOT_OF_A_FORWARD, "peak_memory", "host_time")
-NOT_OF: dict[str, tuple[str, ...]] = {
-    "ffn_training": (),
-    "ffn_training_stack": NOT_OF_MANY,
-    "ffn_forward_graph": NOT_OF_MANY,
-    "ffn_tuned_graph": NOT_OF_MANY,
-}
+MANY = ("ffn_training_stack", "ffn_forward_graph", "ffn_tuned_graph")
+NOT_OF: dict[str, tuple[str, ...]] = {"ffn_training": (), **dict.fromkeys(MANY, NOT_OF_MANY)}
 H200_LIST = "ours: what the published kernels were measured with on an H200"
 log = logging.getLogger(__name__)
 
@@ -162,13 +158,9 @@ class BenchKernelsConfig:
 
     def runs(self, op: str) -> bool:
         """Whether the operation exists for such a block, and has one of the metrics."""
-        if op in CEILINGS:
-            return True
-        exists = op in BLOCK_OPS or exists_for(op, gated=self.gated)
-        return exists and bool(self.metrics_of(op))
+        return op in CEILINGS or (exists_for(op, gated=self.gated) and bool(self.metrics_of(op)))
 
     def metrics_of(self, op: str) -> list[str]:
-        """What is measured of the operation."""
         return [metric for metric in self.metrics if metric not in NOT_OF.get(op, NOT_OF_A_FORWARD)]
 
 
@@ -181,7 +173,6 @@ class Pattern(NamedTuple):
 
 
 def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Pattern]:
-    """Every problem of the configuration."""
     from experiments.bench.patterns import problem_from_mask
     from twell.testing import make_problem
 

@@ -73,11 +73,7 @@ class BenchTrainingConfig(SequenceBenchConfig):
         None, "coefficient of the L1 term in the backends' step; null: that of the training", minimum=0
     )
     micro_batch: int = option(
-        0,
-        "sequences of one step; 0: the largest that fits (CUDA)",
-        source=SECTION_4,
-        minimum=0,
-        maximum=LARGEST_SIZE,
+        0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4, minimum=0, maximum=LARGEST_SIZE
     )
     check_sequences: int = option(
         1,

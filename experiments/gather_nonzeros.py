@@ -144,7 +144,7 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
 
 def _choose_backend(subject: Subject, backend: str) -> None:
     """Raises `ConfigError` for one that cannot run the model's blocks."""
-    from experiments.models.llama import SiluFeedForward, feed_forward_blocks
+    from twell import feed_forward_blocks
     from twell.registry import why_not
 
     shape = subject.loaded.config
@@ -158,9 +158,8 @@ def _choose_backend(subject: Subject, backend: str) -> None:
     )
     if reason is not None:
         raise ConfigError(f"backend={backend}: it cannot run {subject.name} here: {reason}")
-    for block in feed_forward_blocks(subject.model):
-        if not isinstance(block, SiluFeedForward):
-            block.plan = backend
+    for block in feed_forward_blocks(subject.model):  # none of a model with SiLU
+        block.plan = backend
 
 
 def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:

@@ -49,9 +49,8 @@ def results_hash(results: Path | None) -> str:
     folders = [results] if results else [FIGURES / name for name in COMMITTED]
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(path for form in ("*.csv", "*.parquet") for path in folder.glob(form)):
-            if path.suffix == ".parquet" or path.name in ("rows.csv", "settings.csv"):
-                digest.update(f"{folder.name}/{path.name} {sha256_file(path)}\n".encode())
+        for path in sorted(path for form in ("*.parquet", "rows.csv", "settings.csv") for path in folder.glob(form)):
+            digest.update(f"{folder.name}/{path.name} {sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -9,12 +9,11 @@ from experiments import train
 from experiments.run.config import parse
 from experiments.run.errors import Stopped
 from experiments.run.train_config import TrainConfig
-from experiments.timing.clock import Limits
 from experiments.training import trainer
 
 
-def reason(self, step):
-    if os.environ["RANK"] == "1" and step == 2:
+def limit_reached(config, steps, seconds):
+    if os.environ["RANK"] == "1" and steps == 2:
         if what == "limit":
             return "run.max_seconds=7"
         if what == "signal":
@@ -26,7 +25,7 @@ def reason(self, step):
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
-    Limits.reason = reason
+    trainer.limit_reached = limit_reached
     if what == "blind" and os.environ["RANK"] == "1":
         trainer.read_newest = lambda folder: None
     try:

@@ -1,12 +1,27 @@
-"""Compares two runs bit for bit."""
+"""Makes a run, and compares two bit for bit."""
 
 import pandas
+import pytest
 import torch
 
+from experiments import train
 from experiments.models.checkpoint import newest_checkpoint, read_checkpoint
+from experiments.run.errors import Stopped
 from experiments.training import firing, metrics
 
 TIMES = {"tokens_per_s", "seconds", "memory_gb"}
+
+
+def run(config):
+    """The records of this training, from its beginning or as it continues."""
+    train.main(config)
+    return metrics.read_metrics(config.run.folder)
+
+
+def stop(config):
+    """The same, up to a limit in its options."""
+    with pytest.raises(Stopped, match=r"^run\.max_"):
+        train.main(config)
 
 
 def without_times(records):

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import fragile_backend
 import numpy
@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from analysis.load import load
 from analysis.schema import NAMES, PLANS
-from experiments import bench_forward, bench_kernels, bench_training
+from experiments import bench_forward, bench_generate, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
@@ -49,6 +49,7 @@ QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timi
 QUICK_LAYERS = ["layer_timing.seconds=0.01", "layer_timing.rounds=1", "layer_timing.settle_seconds=0"]
 CONFIGS = {
     bench_forward: bench_forward.BenchForwardConfig,
+    bench_generate: bench_generate.BenchGenerateConfig,
     bench_kernels: bench_kernels.BenchKernelsConfig,
     bench_training: bench_training.BenchTrainingConfig,
 }
@@ -65,6 +66,17 @@ def rows_of(program, folder, *options):
     """The rows that a program writes into this folder."""
     program.main(configured(program, *options, f"run.dir={folder}"))
     return read_rows(folder / "rows.csv")
+
+
+def of(*runs):
+    """Options for these runs; those that are given later win."""
+    return [f"checkpoints=[{','.join(map(str, runs))}]", "sequence=32", "dense=[dense_eager]"]
+
+
+def after_compute(monkeypatch, change):
+    """Calls of the operator give `change(inputs, call, y, stats)`."""
+    right = feedforward.compute
+    monkeypatch.setattr(feedforward, "compute", lambda inputs, call: change(inputs, call, *right(inputs, call)))
 
 
 @pytest.fixture
@@ -88,17 +100,16 @@ def test_every_alternative_is_checked_and_runs(training, gated):
 
 
 def test_a_stack_runs_all_forwards_before_the_first_backward(problem, monkeypatch):
-    right, order = feedforward.compute, []
+    order = []
 
-    def watched(inputs, call):
-        y, stats = right(inputs, call)
+    def watched(inputs, call, y, stats):
         order.append("forward")
         y.register_hook(lambda _: order.append("backward"))
         return y, stats
 
     (alone,) = alternatives(problem, [], ["reference"], blocks=1, l1=1e-3)
     (stack,) = alternatives(problem, [], ["reference"], blocks=3, l1=1e-3)
-    monkeypatch.setattr(feedforward, "compute", watched)
+    after_compute(monkeypatch, watched)
     alone.call()
     assert order == ["forward", "backward"]
     order.clear()
@@ -118,13 +129,11 @@ def test_a_stack_has_a_time_and_no_memory_of_its_own(tmp_path):
 
 
 def test_the_gradient_of_l1_is_part_of_the_check(problem, monkeypatch):
-    def without_l1(inputs, call):
-        y, stats = right(inputs, call)
+    def without_l1(inputs, call, y, stats):
         return y, stats._replace(l1=stats.l1.detach() + 0 * y.sum().float())
 
-    right = feedforward.compute
     alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
-    monkeypatch.setattr(feedforward, "compute", without_l1)
+    after_compute(monkeypatch, without_l1)
     with pytest.raises(CheckFailed, match="dense dx"):
         alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
 
@@ -133,23 +142,23 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
     options = [*SMALL, "tokens=[48]", "ops=[ffn_forward]"]
     assert rows_of(bench_kernels, tmp_path, *options)
     (tmp_path / "rows.csv").unlink()
-    right = feedforward.compute
 
-    def wrong(inputs, call):
-        y, stats = right(inputs, call)
+    def wrong(inputs, call, y, stats):
         y[::7] = 0
         return y, stats
 
-    monkeypatch.setattr(feedforward, "compute", wrong)
+    after_compute(monkeypatch, wrong)
     with pytest.raises(CheckFailed, match="reference y"):
         rows_of(bench_kernels, tmp_path, *options)
     assert not (tmp_path / "rows.csv").exists()
 
 
-def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypatch):
+def test_a_backend_that_cannot_run_is_recorded_with_its_reason_and_named_once(problem, monkeypatch, caplog):
+    feedforward._say_left_out.cache_clear()
     monkeypatch.setattr(feedforward, "why_not", lambda name, device: "needs an H100")
-    found = alternatives(problem, ["dense_eager"], ["hopper"])
-    assert found[1] == Absent("hopper", "twell", "needs an H100")
+    for _ in range(2):
+        assert alternatives(problem, [], ["hopper"]) == [Absent("hopper", "twell", "needs an H100")]
+    assert caplog.text.count("hopper cannot run here and is left out: needs an H100") == 1
 
 
 @pytest.mark.parametrize(
@@ -161,21 +170,17 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
         ("hopper+hot", ("hopper", "+hot", False), "csr_hot", "twell_hot"),
         ("hopper+backup", ("hopper", "", True), "hybrid", "twell"),
         ("hopper+hot+backup", ("hopper", "+hot", True), "hybrid_hot", "twell_hot"),
+        ("hopper+ordered", ("hopper", "+ordered", False), None, "twell_ordered"),
+        ("hopper+live", ("hopper", "+live", False), None, "twell_live"),
+        ("hopper+live+backup", ("hopper+live", "", True), "hybrid", "twell"),  # which no backend is called
     ],
 )
 def test_what_a_name_says(name, parts, training, inference):
     assert Name.of(name) == parts
-    assert plan_of(name, training=True) == training
     assert plan_of(name, training=False) == inference
-
-
-@pytest.mark.parametrize(("suffix", "plan"), [("+ordered", "twell_ordered"), ("+live", "twell_live")])
-def test_neurons_in_order_of_firing_are_for_a_forward_only(suffix, plan):
-    assert Name.of(f"hopper{suffix}") == ("hopper", suffix, False)
-    assert plan_of(f"hopper{suffix}", training=False) == plan
-    with pytest.raises(ValueError, match=rf"for a forward only, got 'hopper\{suffix}' in training"):
-        plan_of(f"hopper{suffix}", training=True)
-    assert Name.of(f"hopper{suffix}+backup").backend == f"hopper{suffix}", "which no backend is called"
+    said = re.escape(f"for a forward only, got {name!r} in training")
+    with contextlib.nullcontext() if training else pytest.raises(ValueError, match=said):
+        assert plan_of(name, training=True) == training
 
 
 @pytest.mark.parametrize(
@@ -199,13 +204,13 @@ def test_columns_of_the_layers_of_a_training(backends, hot, backup, plan, backen
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
 def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
     """They reach the operator, and its results with them are checked too."""
-    problem, seen, right = make_problem(48, 32, 256, 60.0, seed=3), [], feedforward.compute
+    problem, seen = make_problem(48, 32, 256, 60.0, seed=3), []
 
-    def noted(inputs, call):
+    def noted(inputs, call, *result):
         seen.append((call.hot is not None, call.plan.backup))
-        return right(inputs, call)
+        return result
 
-    monkeypatch.setattr(feedforward, "compute", noted)
+    after_compute(monkeypatch, noted)
     (ours,) = alternatives(problem, [], [f"reference{suffix}"], blocks=1, l1=1e-3)
     assert (ours.backend, ours.plan) == ("reference", "hybrid_hot" if "+hot" in suffix else "hybrid")
     assert ours.backup == (0.125 if "+backup" in suffix else None)
@@ -279,11 +284,21 @@ def test_blocks_in_order_of_firing_are_screened_where_that_is_faster(monkeypatch
     assert rare - rare_of_live == live.silent > 0
 
 
+def kept_of(problem):
+    """How many neurons are kept of those that fire: in whole groups of 64."""
+    fired = (torch.nn.functional.linear(problem.x, feedforward.pattern_weight(problem)) > 0).any(0)
+    return -(-int(fired.sum()) // 64) * 64
+
+
+def keep_too_few(monkeypatch):
+    right = feedforward.firing_order
+    monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gated, told_times, monkeypatch):
     problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
-    fired = (torch.nn.functional.linear(problem.x, problem.w_gate if gated else problem.w_up) > 0).any(0)
-    kept = -(-int(fired.sum()) // 64) * 64
+    kept = kept_of(problem)
     assert kept < 512
     tried = told_times(256)
     dense, live = alternatives(problem, ["dense_eager"], ["reference+live"])
@@ -291,8 +306,7 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
     assert (live.plan, live.hot, live.silent) == ("twell_live", 256, 512 - kept)
     assert 0 < live.check_error < 0.01
     torch.testing.assert_close(live.call()[0], dense.call()[0], rtol=0.05, atol=0.1)
-    right = feedforward.firing_order
-    monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
+    keep_too_few(monkeypatch)
     with pytest.raises(CheckFailed, match="reference y"):
         alternatives(problem, [], ["reference+live"])
 
@@ -302,9 +316,7 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
 def test_dense_products_without_silent_neurons(gated, monkeypatch):
     """The control of +live: the fastest of the dense forms on the neurons that fire, exact on these tokens."""
     problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
-    fired = (torch.nn.functional.linear(problem.x, problem.w_gate if gated else problem.w_up) > 0).any(0)
-    kept = -(-int(fired.sum()) // 64) * 64
-    tried = {}
+    kept, tried = kept_of(problem), {}
 
     def told(calls, device):
         ((name, call),) = calls.items()
@@ -320,8 +332,7 @@ def test_dense_products_without_silent_neurons(gated, monkeypatch):
     assert (live.backend, live.plan, live.hot, live.silent) == ("dense", "dense_live", None, 512 - kept)
     assert sorted(t.shape[0] for t in live.inputs) == sorted([64, 32, kept, *[kept] * gated])
     torch.testing.assert_close(live.call()[0], dense[0].call()[0], rtol=0.05, atol=0.1)
-    right = feedforward.firing_order
-    monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
+    keep_too_few(monkeypatch)
     with pytest.raises(CheckFailed, match="dense y"):
         alternatives(problem, ["dense_eager"], ["dense+live"])
 
@@ -390,16 +401,16 @@ def test_single_operations_are_checked(gated):
         ours.call()
 
 
-def one_use(pack, down):
-    """An inference plan on the reference's format whose packed gate can be used once."""
+def one_use(factor):
+    """An inference plan on the reference's format whose packed gate can be used once; its y is multiplied by this."""
     plain = single_ops.INFERENCE["reference"]()
 
     def use(packed, p):
         assert packed.pop("fresh"), "used twice"
-        return down(plain, packed["gate"], p)
+        return factor * plain.down(packed["gate"], p)
 
     return single_ops.Inference(
-        pack=lambda p: {"fresh": True, "gate": pack(plain, p)},
+        pack=lambda p: {"fresh": True, "gate": plain.pack(p)},
         down=use,
         to_dense=lambda packed: plain.to_dense(packed["gate"]),
         consumes=True,
@@ -409,7 +420,7 @@ def one_use(pack, down):
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_packed_gate_for_one_use_is_made_anew_for_each_call(gated, monkeypatch):
     problem = make_problem(48, 32, 300, 8.0, gated=gated, seed=3)
-    plan = one_use(lambda plain, p: plain.pack(p), lambda plain, packed, p: plain.down(packed, p))
+    plan = one_use(1)
     monkeypatch.setitem(single_ops.INFERENCE, "reference", lambda: plan)
     dense, ours = single_ops.alternatives("gated_down" if gated else "down", problem, ["reference"])
     assert (dense.backend, ours.backend) == ("dense_eager", "reference")
@@ -418,7 +429,7 @@ def test_a_packed_gate_for_one_use_is_made_anew_for_each_call(gated, monkeypatch
 
 
 def test_a_wrong_single_operation_is_refused(problem, monkeypatch):
-    plan = one_use(lambda plain, p: plain.pack(p), lambda plain, packed, p: 1.02 * plain.down(packed, p))
+    plan = one_use(1.02)
     monkeypatch.setitem(single_ops.INFERENCE, "reference", lambda: plan)
     single_ops.alternatives("gate_pack", problem, ["reference"])
     with pytest.raises(CheckFailed, match="reference gated_down"):
@@ -502,26 +513,20 @@ def test_statistics_are_timed_against_the_same_without(tmp_path):
 
 
 def test_wrong_statistics_are_refused(problem, monkeypatch):
-    right = feedforward.compute
-
-    def wrong(inputs, call):
-        y, stats = right(inputs, call)
-        return y, stats and stats._replace(l1=1.1 * stats.l1)
-
-    monkeypatch.setattr(feedforward, "compute", wrong)
+    after_compute(monkeypatch, lambda _, __, y, stats: (y, stats and stats._replace(l1=1.1 * stats.l1)))
     with pytest.raises(CheckFailed, match="reference l1"):
         feedforward.with_and_without_stats(problem, "reference")
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, training):
-    right, strides = feedforward.compute, {}
+    strides = {}
 
-    def watched(inputs, call):
+    def watched(inputs, call, *result):
         strides[call.plan.backend] = inputs[3].stride()
-        return right(inputs, call)
+        return result
 
-    monkeypatch.setattr(feedforward, "compute", watched)
+    after_compute(monkeypatch, watched)
     for one in alternatives(problem, [], ["dense", "reference"], blocks=int(training)):
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
         one.call()
@@ -546,14 +551,18 @@ def decoder(runs):
 
 
 @pytest.fixture
-def step(runs):
+def subject(runs):
+    return load_subject(str(runs["relu_l1_1e-3"]), CPU)
+
+
+@pytest.fixture
+def step(subject):
     """With products in bfloat16."""
-    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), CPU).model, torch.bfloat16)
+    return TrainingStep(subject.model, torch.bfloat16)
 
 
 def test_forward_rows_of_models_and_layers(runs, tmp_path):
-    folders = f"checkpoints=[{','.join(map(str, runs.values()))}]"
-    rows = rows_of(bench_forward, tmp_path, folders, "batch=3", "sequence=32", "dense=[dense_eager]")
+    rows = rows_of(bench_forward, tmp_path, *of(*runs.values()), "batch=3")
     whole = {(r["pattern"], r["plan"]): r for r in rows if r["op"] == "model_forward" and r["metric"] == "throughput"}
     assert set(whole) == {(name, "dense") for name in runs} | {(name, "twell") for name in runs if name != "silu"}
     sparse = whole["relu_l1_1e-3", "twell"]
@@ -566,8 +575,7 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
 
 
 def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
-    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    rows = rows_of(bench_forward, tmp_path, *options, "random_ids=true")
+    rows = rows_of(bench_forward, tmp_path, *of(runs["relu_l1_1e-3"]), "batch=3", "random_ids=true")
     text, random = ([row for row in rows if row["op"].endswith("_random_ids") == here] for here in (False, True))
     means = [{row["pattern"]: row["mean_nnz"] for row in rows} for rows in (text, random)]
     assert list(means[0]) == list(means[1]) == ["relu_l1_1e-3", "relu_l1_1e-3/layer0", "relu_l1_1e-3/layer1"]
@@ -577,8 +585,8 @@ def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
 
 def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     """The decoder itself is timed with the plain backends alone."""
-    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    options += ["backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"]
+    backends = "backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"
+    options = [*of(runs["relu_l1_1e-3"]), "batch=3", backends]
     rows = [row for row in rows_of(bench_forward, tmp_path, *options) if row["metric"] == "time"]
     assert [row["plan"] for row in rows if row["op"] == "model_forward"] == ["dense", "twell"]
     layers = [(row["layer"], row["plan"]) for row in rows if row["op"] == "ffn_forward"]
@@ -684,8 +692,7 @@ def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(
 
 
 def test_training_rows(runs, tmp_path):
-    folders = f"checkpoints=[{','.join(map(str, runs.values()))}]"
-    rows = rows_of(bench_training, tmp_path, folders, "micro_batch=2", "sequence=32", "dense=[dense_eager]")
+    rows = rows_of(bench_training, tmp_path, *of(*runs.values()), "micro_batch=2")
     speed = {(r["pattern"], r["plan"]): r for r in rows if r["metric"] == "throughput"}
     assert set(speed) == {(name, "dense") for name in runs} | {(name, "hybrid") for name in runs if name != "silu"}
     sparse = speed["relu_l1_1e-3", "hybrid"]
@@ -705,8 +712,8 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(TrainingStep, "_backward", backward)
-    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
-    options += ["backends=[reference+backup,auto,hopper+backup,reference]"]
+    backends = "backends=[reference+backup,auto,hopper+backup,reference]"
+    options = [*of(runs["relu_l1_1e-3"]), "micro_batch=2", backends]
     rows = [row for row in rows_of(bench_training, tmp_path, *options) if row["metric"] == "throughput"]
     found = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["value"] is not None}
     assert found == {("dense_eager", "dense", None), ("reference", "hybrid", None), ("reference", "hybrid", 0.125)}
@@ -742,7 +749,7 @@ def test_dense_transformers_is_transformers(runs, name):
 
 
 def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
-    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "dense=[dense_transformers,dense_eager]"]
+    options = [*of(runs["relu_l1_1e-3"]), "dense=[dense_transformers,dense_eager]"]
     rows = rows_of(bench_forward, tmp_path / "f", *options, "batch=2")
     rows += rows_of(bench_training, tmp_path / "t", *options, "micro_batch=2")
     names = {op: {row["backend"] for row in rows if row["op"] == op} for op in {row["op"] for row in rows}}
@@ -751,24 +758,21 @@ def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
     assert names == {"model_forward": both, "ffn_forward": blocks, "model_training": both}
 
 
-def test_a_training_step_changes_no_weight(runs):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
+def test_a_training_step_changes_no_weight(subject, step):
     before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
-    step = TrainingStep(subject.model, torch.bfloat16)
     for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
         step.run(form, subject.text(2, 32))
     assert all(torch.equal(before[name], parameter) for name, parameter in subject.model.named_parameters())
 
 
-def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
+def test_a_training_step_has_room_for_its_tokens(subject, step, monkeypatch):
     """With a backend whose gradients are NaN if the capacity is exceeded, as no dense products replace them."""
     monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
     alone = replace(fragile_backend.BACKEND, needed_capacity=None)
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda name: alone if name == fragile_backend.NAME else get(name))
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
-    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
-    step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
+    form = Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
     step._capacities = [1] * len(step.blocks)
     with monkeypatch.context() as patch:
@@ -793,10 +797,8 @@ def sparse_forms_take(monkeypatch, *milliseconds):
     monkeypatch.setattr(training, "_compile", lambda: training._output_and_l1)
 
 
-def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
+def test_auto_is_what_a_training_would_choose(subject, step, monkeypatch):
     monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
-    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
-    step = TrainingStep(subject.model, torch.bfloat16)
     few, many = subject.text(1, 32), subject.text(4, 32)
     sparse_forms_take(monkeypatch, 1.0, 4.0, 1.0, 4.0)
     eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
@@ -839,9 +841,7 @@ def test_every_way_to_compile_gives_the_same_step(step, monkeypatch):
     assert not [name for name, (_, again) in graphs.items() if again], "forms leave each other's code alone"
 
 
-def test_a_wrong_gradient_is_refused(runs, monkeypatch):
-    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
-    step = TrainingStep(subject.model, torch.bfloat16)
+def test_a_wrong_gradient_is_refused(subject, step, monkeypatch):
     form = Form("reference", "reference", 1e-3)
     step.check(form, subject.text(1, 32))
     gradients = step._gradients
@@ -864,19 +864,10 @@ def negate_gradient_of(monkeypatch, backend, part):
     def wrong(block, x):
         if block.plan.backend != backend:
             return forward(block, x)
-        linear = getattr(block, part)
-        weight = linear.weight
-        with parametrized(linear, 2 * weight.detach() - weight):
+        parameters = getattr(block, part)._parameters
+        weight = parameters["weight"]
+        with patch.dict(parameters, weight=2 * weight.detach() - weight):
             return forward(block, x)
-
-    @contextlib.contextmanager
-    def parametrized(linear, value):
-        kept = linear._parameters.pop("weight")
-        linear._parameters["weight"] = value
-        try:
-            yield
-        finally:
-            linear._parameters["weight"] = kept
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
 
@@ -911,13 +902,11 @@ def test_a_wrong_loss_is_refused(runs, monkeypatch):
         step.check(form, tokens)
 
 
-def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
+def test_what_auto_chooses_for_the_batch_is_checked(subject, step, monkeypatch):
     """For the few tokens of the check every layer is dense, for the batch none is."""
     monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
     monkeypatch.setattr(common, "REFERENCE", "")  # it is tried, too
     sparse_forms_take(monkeypatch, *[4.0, 4.0, 1.0, 1.0] * 2)
-    subject = load_subject(str(runs["relu_l1_1e-3"]), CPU)
-    step = TrainingStep(subject.model, torch.bfloat16)
     (form,) = forms(step, [], ["auto"], 1e-3)
     make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
     assert 0 < make(batch).check_error < 0.02
@@ -981,12 +970,14 @@ def test_a_step_that_fits_only_after_retries_does_not_fit(retries, monkeypatch):
     assert peak == (None if retries else 1.5)
 
 
+def workload_of(run, *options):
+    return bench_training.Workload(load_subject(str(run), CPU), configured(bench_training, *of(run), *options), CPU)
+
+
 @pytest.mark.parametrize("part", ["backward", "optimizer"])
 def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch, part):
     """What it left would count in the peak of the next size that is tried, and end the search too early."""
-    run = str(runs["relu_l1_1e-3"])
-    config = configured(bench_training, f"checkpoints=[{run}]", "sequence=32", "dense=[]")
-    workload = bench_training.Workload(load_subject(run, CPU), config, CPU)
+    workload = workload_of(runs["relu_l1_1e-3"], "dense=[]")
     (form,) = workload.forms
 
     def graphs():
@@ -1013,9 +1004,7 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
     ran = []
     monkeypatch.setattr(TrainingStep, "run", lambda step, form, tokens: ran.append(form.name))
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: min(len(ran), 2) if steady else len(ran))
-    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
-    config = configured(bench_training, *options)
-    workload = bench_training.Workload(load_subject(str(runs["silu"]), CPU), config, CPU)
+    workload = workload_of(runs["silu"])
     (form,) = workload.forms
     with contextlib.nullcontext() if steady else pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
         workload._try(form, 2)
@@ -1025,8 +1014,7 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
 def test_allocations_that_are_tried_again_while_timing_are_told(runs, tmp_path, monkeypatch, caplog):
     retries = iter(range(0, 100, 3))
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: next(retries))
-    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", "micro_batch=2"]
-    rows_of(bench_training, tmp_path, *options)
+    rows_of(bench_training, tmp_path, *of(runs["silu"]), "micro_batch=2")
     assert "3 allocations were tried again while 2 sequences were timed" in caplog.text
 
 
@@ -1101,9 +1089,8 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
     monkeypatch.setattr(timing_compare, "compare", compare_in_little_memory)
     monkeypatch.setattr(bench_training.Workload, "can_search", True)
     monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: 5)
-    rows, options = [], [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
     with contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError):
-        rows = rows_of(bench_training, tmp_path, *options)
+        rows = rows_of(bench_training, tmp_path, *of(runs["silu"]))
     assert tried == ([5, 4, 3] if fits else [5, 4, 3, 2, 1])
     if fits:
         assert {row["tokens"] for row in rows} == {3 * 32}
@@ -1118,9 +1105,8 @@ def compared(runs, tmp_path, monkeypatch):
         monkeypatch.setattr(bench_training.Workload, "can_search", True)
         monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda _, form: sizes.get(form.name, largest))
         monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
-        options = [f"checkpoints=[{runs[run]}]", "sequence=32", *options]
         at = {}
-        for row in rows_of(bench_training, tmp_path, *options):
+        for row in rows_of(bench_training, tmp_path, *of(runs[run]), *options):
             if row["metric"] == "throughput" and row["value"]:
                 at.setdefault(row["tokens"] // 32, {})[row["backend"]] = row["baseline"]
         return at
@@ -1192,10 +1178,3 @@ def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch)
 def test_sequences_longer_than_the_model_takes_are_refused(program, tmp_path):
     with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; sequence=33"):
         rows_of(program, tmp_path, "model=smoke", "sequence=33")
-
-
-def test_a_backend_that_cannot_run_is_named_once(problem, caplog):
-    feedforward._say_left_out.cache_clear()
-    for _ in range(2):
-        alternatives(problem, [], ["hopper"])
-    assert caplog.text.count("hopper cannot run here and is left out: ") == 1

@@ -2,20 +2,21 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from calls import change, make_block
 from fragile_backend import NAME, always_faster
 from programs import run_two
-from same_run import assert_same_end, final, without_times
+from same_run import assert_same_end, final, run, stop, without_times
+from tiny_run import MODEL
 
-from experiments import train
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
-from experiments.run.errors import ConfigError, Stopped
+from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig, SparseConfig
+from experiments.run.train_config import SparseConfig
 from experiments.training import block_plans, metrics
 from experiments.training.block_plans import BlockPlans, build_plans
 from experiments.training.loss import LossModel, firing_rates
@@ -57,11 +58,6 @@ def tuned(monkeypatch):
 
     monkeypatch.setattr(block_plans, "autotune", autotune)
     return asked
-
-
-def run(config):
-    train.main(config)
-    return metrics.read_metrics(config.run.folder)
 
 
 def numbers(records):
@@ -202,10 +198,7 @@ def test_options_that_contradict(make):
 
 
 def test_firing_rates_are_those_of_the_blocks():
-    config = ModelConfig(
-        layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=64
-    )
-    model = LossModel(build_model(config), precision="float32")
+    model = LossModel(build_model(MODEL), precision="float32")
     tokens = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     rates = firing_rates(model, tokens)
     blocks = feed_forward_blocks(model.model)
@@ -240,8 +233,7 @@ def test_training_with_a_backup(make):
     forced = (*SAME_BITS, "execution.sparse.backend=reference", "execution.sparse.hot_neurons=false")
     plain = run(make(*forced, name="plain"))
     run_first = make(*forced, "execution.sparse.backup=0.5", "run.max_steps=4", name="ours")
-    with pytest.raises(Stopped):
-        run(run_first)
+    stop(run_first)
     ours = make(*forced, "execution.sparse.backup=0.25", name="ours")
     for one, other in zip(plain, run(ours), strict=True):
         assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=1e-4)
@@ -254,8 +246,7 @@ def test_a_run_that_changes_its_plans_continues_bit_by_bit(make, fragile):
     whole, parts = make(*options, name="whole"), make(*options, name="parts")
     records = run(whole)
     changes = [b["step"] for a, b in itertools.pairwise(records) if a["backend"] != b["backend"]]
-    with pytest.raises(Stopped):
-        run(make(*options, f"run.max_steps={changes[0] + 1}", name="parts"))
+    stop(make(*options, f"run.max_steps={changes[0] + 1}", name="parts"))
     run(parts)
     assert_same_end(whole, parts)
     assert final(whole).state["plans"] == final(parts).state["plans"]
@@ -295,8 +286,7 @@ def test_two_processes_choose_alike(make, arguments):
 @pytest.mark.slow
 def test_a_layer_that_changes_is_compiled_once(traced):
     torch._dynamo.reset()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2, "vocab_size": 50}
-    model = build_model(ModelConfig(layers=3, **sizes))
+    model = build_model(replace(MODEL, layers=3))
     loss, blocks = LossModel(model), feed_forward_blocks(model)
     loss.compile_parts()
     tokens = torch.arange(20).view(2, 10)

@@ -6,12 +6,13 @@ import pickle
 import random
 import struct
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from tiny_run import with_values
+from tiny_run import MODEL, with_values
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import checkpoint
@@ -31,12 +32,9 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run import files
 from experiments.run.config import save_config
 from experiments.run.errors import CheckpointError, StorageError
-from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig, science
+from experiments.run.train_config import OptimizerConfig, TrainConfig, TrainingConfig, science
 from experiments.training import random_state
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-
-SIZES = {"layers": 2, "hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2}
-MODEL = ModelConfig(name="tiny", vocab_size=300, max_positions=32, **SIZES)
 
 CONFIG = TrainConfig(model=MODEL, training=TrainingConfig(sequence_length=32, tokens_per_step=64))
 
@@ -200,30 +198,24 @@ def test_without_checkpoints(tmp_path):
     assert read_newest(tmp_path) is None
 
 
-def no_space(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["save_file", "write_json", "sha256_file"])
-def test_a_full_disk_leaves_the_older_checkpoints(where, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        *(("save_file", FULL), ("write_json", FULL), ("sha256_file", FULL)),
+        ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_leaves_the_older_checkpoints(where, error, tmp_path, monkeypatch):
     older = write(tmp_path, 5, keep=1)
-    monkeypatch.setattr(checkpoint, where, no_space)
+    monkeypatch.setattr(checkpoint, where, Mock(side_effect=error))
     with pytest.raises(StorageError, match=r"cannot write checkpoint at .*step_00000010: .*No space left"):
         write(tmp_path, 10, keep=1)
     monkeypatch.undo()
     assert newest_checkpoint(tmp_path) == older
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
-
-
-def test_a_full_disk_is_recognised_in_the_error_of_safetensors(tmp_path, monkeypatch):
-    message = "Error while serializing: I/O error: No space left on device (os error 28)"
-
-    def full(*arguments):
-        raise SafetensorError(message)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(StorageError, match="os error 28"):
-        write(tmp_path, 10)
 
 
 def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import lzma
 import multiprocessing
@@ -38,7 +39,7 @@ from experiments.data.sources import open_source
 from experiments.data.token_files import Header
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
 from experiments.run.errors import ConfigError, DataError, RunError, StorageError
-from experiments.run.files import sha256_file, storage_errors, write_checksums
+from experiments.run.files import storage_errors
 from experiments.run.train_config import DataConfig
 
 READ_FILE = PreTrainedTokenizerFast.from_pretrained
@@ -68,19 +69,20 @@ def documents(specification, **options):
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "parquet"])
+def zstd_open(path, mode, encoding):
+    return io.TextIOWrapper(pyarrow.output_stream(str(path), compression="zstd"), encoding)
+
+
+OPENERS = {"jsonl": open, "jsonl.gz": gzip.open, "jsonl.xz": lzma.open, "jsonl.zst": zstd_open}
+
+
+@pytest.mark.parametrize("suffix", [*OPENERS, *map(str.upper, OPENERS), "parquet", "PARQUET"])
 def test_every_format_gives_the_same_documents(suffix, tmp_path):
     path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
+    if suffix.lower() == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"id": range(60), "text": TEXTS}), path, row_group_size=7)
-    elif suffix == "jsonl.zst":
-        plain = write_lines(tmp_path / "plain", TEXTS).read_bytes()
-        with pyarrow.output_stream(str(path), compression="zstd") as stream:
-            stream.write(plain)
-        plain_file = tmp_path / "plain"
-        plain_file.unlink()
     else:
-        write_lines(path, TEXTS, {"jsonl": open, "jsonl.gz": gzip.open, "jsonl.xz": lzma.open}[suffix])
+        write_lines(path, TEXTS, OPENERS[suffix.lower()])
     assert documents(f"path:{path}") == TEXTS
     assert documents(f"path:{tmp_path}") == TEXTS
 
@@ -119,14 +121,11 @@ def test_standard_library():
     assert open_source("stdlib").key == source.key
 
 
-def damaged_xz(path):
-    write_lines(path, TEXTS, lzma.open)
-    path.write_bytes(path.read_bytes()[:-40])
+def cut(opener):
+    def write(path):
+        path.write_bytes(write_lines(path, TEXTS, opener).read_bytes()[:-40])
 
-
-def damaged_gz(path):
-    write_lines(path, TEXTS, gzip.open)
-    path.write_bytes(path.read_bytes()[:-40])
+    return write
 
 
 def table(column):
@@ -136,8 +135,8 @@ def table(column):
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        ("a.jsonl.xz", damaged_xz, "a.jsonl.xz is damaged"),
-        ("a.jsonl.gz", damaged_gz, "a.jsonl.gz is damaged"),
+        ("a.jsonl.xz", cut(lzma.open), "a.jsonl.xz is damaged"),
+        ("a.jsonl.gz", cut(gzip.open), "a.jsonl.gz is damaged"),
         ("a.jsonl.zst", lambda path: path.write_bytes(b"not zstd at all, not at all"), "a.jsonl.zst is damaged"),
         ("a.parquet", lambda path: path.write_bytes(b"PAR1 not parquet PAR1"), "a.parquet is damaged"),
         ("a.txt", lambda path: path.write_bytes(b"caf\xe9"), "a.txt is damaged or not UTF-8"),
@@ -150,11 +149,7 @@ def table(column):
         ("a.parquet", table([1, 2]), "the column 'text' holds int64, not text"),
         ("a.parquet", table([b"a"]), "the column 'text' holds binary, not text"),
         ("a.parquet", table([None, None]), "the column 'text' holds null, not text"),
-        (
-            "a.parquet",
-            table(pyarrow.array([None], "string")),
-            "row 1: no text under 'text', but null",
-        ),
+        ("a.parquet", table(pyarrow.array([None], "string")), "row 1: no text under 'text', but null"),
         ("a.json", lambda path: write_lines(path, TEXTS), "with one JSON record a line, call it .jsonl"),
         (
             "a.jsonl",
@@ -207,9 +202,7 @@ def test_too_many_records_without_text_are_an_error(without, accepted, tmp_path)
             documents(f"path:{tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("name", "opener"), [("a.txt", open), ("a.jsonl", open), ("a.jsonl.gz", gzip.open), ("a.jsonl.xz", lzma.open)]
-)
+@pytest.mark.parametrize(("name", "opener"), [("a.txt", open), *((f"a.{name}", own) for name, own in OPENERS.items())])
 def test_byte_order_marks_are_no_text(name, opener, tmp_path):
     content = TEXTS[0] if name == "a.txt" else json.dumps({"text": TEXTS[0]}) + "\n"
     for folder, mark in (("marked", "\ufeff"), ("plain", "")):
@@ -439,12 +432,18 @@ def test_the_keys_of_what_rows_and_caches_were_made_from_stay(tmp_path):
     assert source.key == sha256(json.dumps(["stdlib", library]).encode())
 
 
-def test_documents_are_held_out_by_their_content(config, monkeypatch):
-    """The tokenizer does not see them."""
-    seen, train = [], train_bpe
+@pytest.fixture
+def seen(monkeypatch):
+    """The texts that tokenizers are trained on."""
+    found = []
     monkeypatch.setattr(
-        "experiments.data.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train(TEXTS, size))[1]
+        "experiments.data.tokenizer.train_bpe", lambda texts, size: (found.extend(texts), train_bpe(TEXTS, size))[1]
     )
+    return found
+
+
+def test_documents_are_held_out_by_their_content(config, seen):
+    """The tokenizer does not see them."""
     texts = read_back(config)
     assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
     assert sorted(texts["train"] + texts["validation"]) == sorted(TEXTS)
@@ -469,15 +468,10 @@ LINES = "".join(f"line {number} of {number * number} words\n" for number in rang
     ],
 )
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_of_the_shortest_text_a_part_is_held_out(name, texts, share, tmp_path, monkeypatch):
+def test_of_the_shortest_text_a_part_is_held_out(name, texts, share, tmp_path, seen):
     """At the end of a line or a word, where there is one; the tokenizer does not see it."""
     path = tmp_path / name
     path.write_text(texts[0]) if name == "input.txt" else write_lines(path, texts)
-    seen = []
-    train = train_bpe
-    monkeypatch.setattr(
-        "experiments.data.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train(TEXTS, size))[1]
-    )
     config = DataConfig(source=f"path:{path}", cache_dir=str(tmp_path / "cache"), validation_share=share)
     parts = read_back(config)
     assert sorted("".join(parts["train"] + parts["validation"])) == sorted("".join(texts)), "nothing is lost"
@@ -874,6 +868,7 @@ def test_a_token_budget(config):
         (lambda folder: (folder / "validation.bin").unlink(), "validation.bin is missing"),
         (lambda folder: (folder / "header.json").write_text("{"), "header.json cannot be read"),
         (lambda folder: (folder / "header.json").unlink(), "header.json cannot be read"),
+        (lambda folder: (folder / "SHA256SUMS").unlink(), "SHA256SUMS"),
         (lambda folder: (folder / "header.json").write_text('{"format": 1}'), "header.json cannot be read"),
         (lambda folder: change_header(folder, dtype="object"), "header.json is damaged"),
         (lambda folder: change_header(folder, tokens=[1, 2]), "header.json is damaged"),
@@ -953,12 +948,7 @@ def test_ids_beyond_the_vocabulary_name_their_file(config):
     content = bytearray(path.read_bytes())
     content[101] = 0xFF
     path.write_bytes(content)
-    (path.parent / "SHA256SUMS").unlink()
-    with pytest.raises(DataError, match=r"SHA256SUMS.*delete the folder"):
-        prepare_tokens(config, bpe())
-    names = ("header.json", "train.bin", "validation.bin")
-    write_checksums(path.parent / "SHA256SUMS", {name: sha256_file(path.parent / name) for name in names})
-    tokens = prepare_tokens(config, bpe())
+    tokens = prepare_tokens(config, bpe(), checked=())
     stream = TokenStream(tokens.train, 16, seed=0, vocab_size=400)
     with pytest.raises(DataError, match=r"there is a token 65\d+ in .*train.bin, but the model has 400 rows"):
         stream.samples(0, stream.windows)

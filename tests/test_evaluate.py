@@ -112,10 +112,7 @@ def test_every_task_scores_its_right_answers(tmp_path):
         (json.dumps(cloze("piqa", answer=2)), "line 2: answer 2 is not an index of 2 choices"),
         (json.dumps(cloze("piqa", answer="1")), "line 2: answer '1' is not an index of 2 choices"),
         (json.dumps([cloze("piqa")]), "line 2: a record of piqa is an object, got list"),
-        (
-            json.dumps({"context": "a", "choices": "ab", "answer": 0}),
-            "line 2: context must be text, and",
-        ),
+        (json.dumps({"context": "a", "choices": "ab", "answer": 0}), "line 2: context must be text, and"),
         (json.dumps({"context": "a", "choices": ["b", 1], "answer": 0}), "line 2: context must be text, and"),
         ("[" * 100_000, "line 2: not JSON"),
         (json.dumps(cloze("piqa") | {"choices": ["a", ""]}), r"line 2: choices\[1\] is ''"),
@@ -186,15 +183,29 @@ def test_contexts_longer_than_the_model_are_counted(run, tmp_path, caplog, monke
     assert message.startswith("2 of 4 choices have more than 40 tokens with their context")
 
 
-def test_a_choice_longer_than_the_model_leaves_its_task_out_and_the_others_are_scored(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (
+            lambda folder: write_task(
+                folder, "piqa", [cloze("piqa"), cloze("piqa") | {"choices": ["a", "the cat " * 60]}]
+            ),
+            "1 of 4 choices cannot be scored. The model takes 40 tokens",
+        ),
+        (lambda folder: (folder / "piqa.jsonl").unlink(), "piqa.jsonl"),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_missing_and_fails_at_the_end(run, tmp_path, monkeypatch, harm, reason):
     monkeypatch.setattr(evaluate, "MAX_LENGTH", 40)
     write_all(tmp_path / "tasks")
-    write_task(tmp_path / "tasks", "piqa", [cloze("piqa"), cloze("piqa") | {"choices": ["yes", "the cat " * 60]}])
+    harm(tmp_path / "tasks")
     with pytest.raises(TasksMissing, match="1 of 7 tasks could not be scored: piqa"):
         main(config_for(run, tmp_path, f"tasks={tmp_path / 'tasks'}"))
     rows = {(row["task"], row["metric"]): row for row in read_rows(tmp_path / "out" / "rows.csv")}
-    assert rows["piqa", "accuracy"]["missing"].startswith("1 of 4 choices cannot be scored. The model takes 40 tokens")
+    assert rows["piqa", "accuracy"]["value"] is None
+    assert reason in rows["piqa", "accuracy"]["missing"]
     assert rows["hellaswag", "accuracy"]["value"] is not None
+    assert rows["mean", "accuracy"]["value"] is None
     assert rows[None, "validation_cross_entropy"]["value"] is not None
 
 
@@ -268,19 +279,6 @@ def test_the_program_writes_all_rows(run, tmp_path):
     assert {row["task"] for row in rows if row["metric"] == "accuracy"} == {*TASKS, "mean"}
     assert all(row["value"] is not None for row in rows)
     assert {row["pattern"] for row in rows} == {"relu"}
-
-
-def test_a_missing_task_is_missing_and_fails_at_the_end(run, tmp_path):
-    write_all(tmp_path / "tasks")
-    (tmp_path / "tasks" / "piqa.jsonl").unlink()
-    with pytest.raises(TasksMissing, match="piqa"):
-        main(config_for(run, tmp_path, f"tasks={tmp_path / 'tasks'}"))
-    rows = {(row["task"], row["metric"]): row for row in read_rows(tmp_path / "out" / "rows.csv")}
-    assert rows["piqa", "accuracy"]["value"] is None
-    assert "piqa.jsonl" in rows["piqa", "accuracy"]["missing"]
-    assert rows["hellaswag", "accuracy"]["value"] is not None
-    assert rows["mean", "accuracy"]["value"] is None
-    assert rows[None, "validation_cross_entropy"]["value"] is not None
 
 
 def test_without_tasks_only_cross_entropy_has_a_value(run, tmp_path):

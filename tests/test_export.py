@@ -3,6 +3,7 @@ replaced by those of another."""
 
 import pytest
 import torch
+from test_bench import SMALL, rows_of
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,10 +53,8 @@ def test_another_dtype_and_what_cannot_be_written(tmp_path):
 
 def test_results_of_another_random_model_are_not_overwritten(tmp_path):
     def bench(model):
-        options = ["sequence=16", "batch=1", "dense=[dense_eager]", "backends=[reference]", "timing.seconds=0.01"]
-        options += ["timing.rounds=1", "timing.settle_seconds=0", "per_layer=false"]
-        options += [f"run.dir={tmp_path / 'out'}", "device=cpu", f"model={model}"]
-        bench_forward.main(parse(bench_forward.BenchForwardConfig, options))
+        options = ["sequence=16", "batch=1", "dense=[dense_eager]", "per_layer=false", f"model={model}"]
+        rows_of(bench_forward, tmp_path / "out", *options)
 
     bench("smoke")
     bench("smoke")
@@ -66,13 +65,17 @@ def test_results_of_another_random_model_are_not_overwritten(tmp_path):
     assert (tmp_path / "out" / "rows.csv").read_bytes() == rows
 
 
-def test_results_of_another_model_are_not_overwritten(tmp_path):
-    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
-
-    def gather(checkpoint, *more):
+@pytest.fixture
+def gather(tmp_path):
+    def of(checkpoint, *more):
         options = [f"checkpoint={checkpoint}", f"run.dir={tmp_path / 'out'}", "tokens=64", "batch=2", *more]
         gather_nonzeros.main(parse(gather_nonzeros.GatherConfig, options))
 
+    return of
+
+
+def test_results_of_another_model_are_not_overwritten(tmp_path, gather):
+    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
     gather(first)
     gather(first, "tokens=128")  # the same model again
     rows = (tmp_path / "out" / "rows.csv").read_bytes()
@@ -83,14 +86,10 @@ def test_results_of_another_model_are_not_overwritten(tmp_path):
     gather(second)
 
 
-def test_results_of_another_program_are_not_overwritten(tmp_path):
+def test_results_of_another_program_are_not_overwritten(tmp_path, gather):
     """Where one has no model, or another option for it."""
-    options = ["ops=[ffn_forward]", "hidden=16", "intermediate=32", "tokens=[8]", "mean_nnz=[4]", "device=cpu"]
-    options += ["dense=[dense_eager]", "backends=[reference]", "timing.seconds=0.01", "timing.settle_seconds=0"]
-    options.append(f"run.dir={tmp_path / 'out'}")
-    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
+    rows_of(bench_kernels, tmp_path / "out", *SMALL, "ops=[ffn_forward]", "tokens=[8]")
     rows = (tmp_path / "out" / "rows.csv").read_bytes()
-    options = [f"checkpoint={make_run(tmp_path, 'first')}", f"run.dir={tmp_path / 'out'}", "tokens=64", "batch=2"]
     with pytest.raises(ConfigError, match=r"out holds results of checkpoint=None, not of .*first: choose another"):
-        gather_nonzeros.main(parse(gather_nonzeros.GatherConfig, options))
+        gather(make_run(tmp_path, "first"))
     assert (tmp_path / "out" / "rows.csv").read_bytes() == rows

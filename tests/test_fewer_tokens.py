@@ -103,14 +103,11 @@ def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
-@pytest.mark.parametrize("prefix", [0, 8])
-def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatch, dynamic, prefix):
+@pytest.mark.parametrize("hot", [torch.arange(8), 8], ids=["by index", "in front"])
+def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatch, dynamic, hot):
     """Whether so few tokens need no hot neurons is asked of the backend, which cannot take a symbol."""
     block = with_few_tokens(monkeypatch)
-    if prefix:
-        change(block, hot=prefix)
-    else:
-        change(block, hot=torch.arange(8))
+    change(block, hot=hot)
     for _ in right_when_compiled(block, dynamic):
         pass
 

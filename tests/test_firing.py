@@ -41,12 +41,6 @@ def test_the_last_rates_are_those_of_the_finished_model_on_held_out_text(make):
     assert last["rate"].to_numpy() == pytest.approx((fired / tokens).flatten().numpy(), abs=1e-6)
 
 
-def test_a_model_without_exact_zeros_has_none(make):
-    config = make("model.activation=silu", "training.steps=1")
-    train.main(config)
-    assert not (config.run.folder / firing.FILE).exists()
-
-
 def test_steps_are_added_and_a_damaged_file_is_named(tmp_path):
     for step in (1, 2):
         firing.append(tmp_path, step, 64, torch.full((2, 3), step / 8), {"item": "run"})

@@ -3,30 +3,26 @@
 import pytest
 import torch
 from calls import change
-from tiny_run import make_run
+from test_bench import rows_of
+from tiny_run import MODEL, make_run
 from transformers import CompileConfig
 
 from experiments import bench_generate
 from experiments.bench import generation as generation_module
 from experiments.bench.generation import Generation, Generator
 from experiments.models.llama import ReluFeedForward, build_model
-from experiments.run.config import parse
 from experiments.run.errors import ConfigError
-from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
 from twell import Plan, feed_forward_blocks
 from twell.tuning import Choice, Form, Tuning
 from twell.tuning.order import order_neurons
 
-TINY = ModelConfig("tiny", 2, 16, 32, 2, 2, vocab_size=64, max_positions=32)
 PROMPTS = torch.arange(24).view(3, 8)
-QUICK = ["timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
 
 
 @pytest.fixture
 def model():
-    return build_model(TINY, seed=1, dtype=torch.bfloat16).eval()
+    return build_model(MODEL, seed=1, dtype=torch.bfloat16).eval()
 
 
 @pytest.fixture
@@ -53,13 +49,8 @@ def runs(tmp_path_factory):
 
 
 def test_rows_of_models_and_batches(runs, tmp_path):
-    arguments = [f"checkpoints=[{','.join(map(str, runs))}]", "batch=[1,3]", "prompt=8", "new_tokens=4", *QUICK]
-    config = parse(
-        bench_generate.BenchGenerateConfig,
-        [*arguments, "backends=[reference,hopper]", f"run.dir={tmp_path}", "run.study=test"],
-    )
-    bench_generate.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
+    options = [f"checkpoints=[{','.join(map(str, runs))}]", "batch=[1,3]", "prompt=8", "new_tokens=4"]
+    rows = rows_of(bench_generate, tmp_path, *options, "backends=[reference,hopper]")
     assert {(row["op"], row["prompt_tokens"]) for row in rows} == {("generate", 8)}
     assert all(row["value"] is not None or row["missing"] for row in rows)
     assert {(row["batch"], row["tokens"]) for row in rows} == {(1, 4), (3, 12)}
@@ -116,13 +107,12 @@ def test_a_decoding_step_is_one_graph_whatever_the_backend(model, compiled_anywh
 def test_backends_have_the_forms_of_dense_products(model, compiled_anywhere):
     compiled = Generation(model, PROMPTS, 4).alternatives(["dense_compiled"], ["reference"])
     assert [one.backend for one in compiled] == ["dense_compiled", "reference_compiled"]
-    eager = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"])
-    assert [one.backend for one in eager] == ["dense_eager", "reference"]
 
 
 def test_alternatives_share_weights_and_leave_the_model_as_it_was(model):
     before = {name: (weight.clone(), weight.stride()) for name, weight in model.named_parameters()}
     dense, sparse = Generation(model, PROMPTS, 4).alternatives(["dense_eager"], ["reference"])
+    assert [one.backend for one in (dense, sparse)] == ["dense_eager", "reference"]
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name][0])
         assert weight.stride() == before[name][1]
@@ -131,25 +121,15 @@ def test_alternatives_share_weights_and_leave_the_model_as_it_was(model):
         assert all(id(weight) in own for weight in alternative.call.model.parameters())
 
 
-def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
+@pytest.mark.parametrize(("positions", "what"), [(1, "logits of the new tokens"), (8, "hidden states of the prompt")])
+def test_an_error_of_decoding_steps_alone_or_of_the_prompts_forward_is_found(model, monkeypatch, positions, what):
     right = ReluFeedForward.forward
 
     def wrong(block, x):
-        return right(block, x) * (2.0 if block.plan.backend == "reference" and x.shape[1] == 1 else 1.0)
+        return right(block, x) * (2.0 if block.plan.backend == "reference" and x.shape[1] == positions else 1.0)
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
-    with pytest.raises(CheckFailed, match="reference, logits of the new tokens"):
-        Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
-
-
-def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
-    right = ReluFeedForward.forward
-    monkeypatch.setattr(
-        ReluFeedForward,
-        "forward",
-        lambda block, x: right(block, x) * (2.0 if block.plan.backend == "reference" else 1.0),
-    )
-    with pytest.raises(CheckFailed, match="reference, hidden states of the prompt"):
+    with pytest.raises(CheckFailed, match=f"reference, {what}"):
         Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"])
 
 
@@ -193,6 +173,5 @@ def test_auto_says_why_there_is_nothing_to_choose(model):
 
 
 def test_more_tokens_than_the_model_takes_are_refused(tmp_path):
-    arguments = ["model=smoke", "prompt=30", "new_tokens=3", f"run.dir={tmp_path}", *QUICK]
     with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; prompt\\+new_tokens=33"):
-        bench_generate.main(parse(bench_generate.BenchGenerateConfig, arguments))
+        rows_of(bench_generate, tmp_path, "model=smoke", "prompt=30", "new_tokens=3")

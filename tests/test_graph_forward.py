@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_bench import QUICK
+from test_bench import rows_of
 
 from experiments import bench_kernels
 from experiments.bench import feedforward, graph_forward
@@ -10,7 +10,6 @@ from experiments.bench.feedforward import DENSE_FORMS
 from experiments.bench.graph_forward import CHOSEN_ON_FEW, MOST_COPIES, alternatives, copies_of
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
-from experiments.run.results import read_rows
 from experiments.timing import graphs
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.timing.graphs import CannotCapture
@@ -142,12 +141,8 @@ def test_weights_too_small_for_a_graph_of_copies_are_absent(problem, monkeypatch
 
 
 def test_without_a_cuda_device_every_form_is_absent(tmp_path):
-    arguments = ["tokens=[1,4]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "ops=[ffn_forward_graph]"]
-    backends = "backends=[reference,hopper,hopper+hot]"
-    bench_kernels.main(
-        parse(bench_kernels.BenchKernelsConfig, [*arguments, *QUICK, backends, f"run.dir={tmp_path}", "run.study=test"])
-    )
-    rows = read_rows(tmp_path / "rows.csv")
+    options = ["tokens=[1,4]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "ops=[ffn_forward_graph]"]
+    rows = rows_of(bench_kernels, tmp_path, *options, "backends=[reference,hopper,hopper+hot]")
     forms = [*((name, "dense") for name in DENSE_FORMS), *((b, "twell") for b in ("reference", "hopper"))]
     forms.append(("hopper", "twell_hot"))
     assert [(row["tokens"], row["backend"], row["plan"], row["metric"]) for row in rows] == [

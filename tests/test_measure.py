@@ -12,7 +12,6 @@ import torch
 from fake_gpu import FakeGpu
 from torch.profiler import DeviceType
 
-from experiments.timing import compare as compare_module
 from experiments.timing import measure
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
 from experiments.timing.measure import (
@@ -60,8 +59,6 @@ def test_spread_refuses_what_is_no_measurement(samples):
 
 def test_a_missing_measurement_has_a_reason_and_no_number():
     assert missing("no counter").columns() == {"missing": "no counter"}
-    with pytest.raises(ValueError, match="reason"):
-        missing("")
 
 
 @pytest.mark.usefixtures("own_clock")
@@ -161,11 +158,6 @@ def test_throughput_and_energy_follow_from_time_and_power():
     timing = Timing(milliseconds=[2.0, 2.0, 2.0], watts=[600.0, 700.0, 800.0])
     assert timing.throughput(tokens=100).value == pytest.approx(50.0)
     assert timing.energy(tokens=100).value == pytest.approx(700.0 * 1e3 * 2e-3 / 100)
-
-
-def test_energy_without_a_counter_says_why():
-    timings = time_alternatives({"call": lambda: None}, CPU, NO_METER, seconds=0.001, rounds=1)
-    assert timings["call"].energy(10).columns() == {"missing": NO_METER.reason}
 
 
 def test_the_power_slope_is_free_of_the_counters_steps():
@@ -269,7 +261,7 @@ def test_the_baseline_is_the_fastest_dense_and_ratios_are_improvements(columns):
     assert by_key["reference", "throughput"]["ratio"] == pytest.approx(ours["ratio"], rel=0.05)
     assert ours["check_error"] == 2e-3
     assert by_key["reference", "energy"]["value"] is None
-    assert by_key["reference", "energy"]["missing"]
+    assert by_key["reference", "energy"]["missing"].startswith("no energy counter for a cpu device")
     larger = by_key["larger", "time"]
     assert (larger["tokens"], larger["ratio"]) == (20, None), "times of different sizes have no ratio"
     assert by_key["larger", "throughput"]["ratio"] == pytest.approx(2 * ours["ratio"], rel=0.3)
@@ -282,12 +274,6 @@ def test_without_a_dense_candidate_there_is_no_ratio(columns):
     (row,) = compare([Candidate("reference", "twell", sleeper(0.001), 0.0)], CPU, SHORT, ["time"], **columns)
     assert row["ratio"] is None
     assert not row["baseline"]
-
-
-def test_an_unknown_metric_is_refused_before_anything_runs(columns, monkeypatch):
-    monkeypatch.setattr(compare_module, "time_alternatives", lambda *_, **__: pytest.fail("must not time"))
-    with pytest.raises(ValueError, match="smell"):
-        compare([Candidate("dense", "dense", sleeper(0), 0.0)], CPU, SHORT, ["smell"], **columns)
 
 
 @pytest.mark.parametrize("error", [0.011, math.nan, math.inf])

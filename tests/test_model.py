@@ -1,11 +1,13 @@
 """Our Llama equals transformers', and models from elsewhere load: the published layouts, old and new."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import SIZES
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -165,14 +167,9 @@ def old_names(tensors, gated):
     """The layout of the older checkpoints: gate and down transposed, up transposed unless there is a gate."""
     renamed = {}
     for name, tensor in tensors.items():
-        if name.endswith(".gate_proj.weight"):
-            renamed[name.replace("gate_proj.weight", "gate_weight")] = tensor.T.contiguous()
-        elif name.endswith(".up_proj.weight"):
-            renamed[name.replace("up_proj.weight", "up_weight")] = tensor if gated else tensor.T.contiguous()
-        elif name.endswith(".down_proj.weight"):
-            renamed[name.replace("down_proj.weight", "down_weight")] = tensor.T.contiguous()
-        else:
-            renamed[name] = tensor
+        old = re.sub(r"(gate|up|down)_proj\.weight$", r"\1_weight", name)
+        as_it_is = old == name or (gated and old.endswith("up_weight"))
+        renamed[old] = tensor if as_it_is else tensor.T.contiguous()
     return renamed
 
 
@@ -317,43 +314,16 @@ def test_the_hub_is_asked_for_names_that_are_no_folder(tmp_path, monkeypatch):
 
 
 def test_an_ordinary_llama_keeps_its_silu(tmp_path):
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=50,
-            hidden_size=K,
-            intermediate_size=N,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 5e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-            tie_word_embeddings=False,
-        )
-    )
+    rope = {
+        **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 16,
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope, tie_word_embeddings=False))
     theirs.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded.model), logits(theirs))
     assert (loaded.config.activation, loaded.config.tied_embeddings) == ("silu", False)
     assert all(isinstance(block, SiluFeedForward) for block in feed_forward_blocks(loaded.model))
-
-
-TINY = {
-    "vocab_size": 300,
-    "hidden_size": K,
-    "intermediate_size": N,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize(
@@ -366,14 +336,14 @@ TINY = {
 )
 def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_path):
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **activation)).eval()
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **activation)).eval()
     theirs.save_pretrained(tmp_path)
     loaded = load_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded.model), logits(theirs))
     blocks = feed_forward_blocks(loaded.model)
     assert [type(one) for one in blocks] == [block] * 2
     assert all(one.stats.nonzeros.shape == IDS.shape for one in blocks)
-    wanted = ("relu" if activation else "silu", True, K, N, 2, 300, 4096)
+    wanted = ("relu" if activation else "silu", True, 32, 48, 2, 60, 64)
     shape = loaded.config
     assert wanted == (
         *(shape.activation, shape.gated, shape.hidden_size, shape.intermediate_size),
@@ -383,7 +353,7 @@ def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_pa
 
 
 def test_a_model_with_other_blocks_is_refused(tmp_path):
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**TINY)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"has the activation GELUTanh, .* pass activation=\"relu\""):
         load_pretrained(tmp_path)
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path)
@@ -391,85 +361,79 @@ def test_a_model_with_other_blocks_is_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
-def drop(folder, name):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
-
-
 def change(folder, **values):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **values}))
 
 
-def index(folder, content):
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def replace_all(folder, dtype):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / "model.safetensors")
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-10])
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("changes", "message"),
     [
-        (lambda folder: drop(folder, "model.norm.weight"), "do not fit the configuration.*model.norm.weight"),
-        (lambda folder: change(folder, hidden_size=32), r"do not fit the configuration: .* is \[\d+.*, wanted \["),
-        (
-            lambda folder: change(folder, num_hidden_layers=1),
-            "not fit the configuration: model.layers.1.* wanted not there",
-        ),
-        (
-            lambda folder: change(folder, sparsity_gated_mlp=False),
-            "sparsity_gated_mlp=False, but the weights have a gate",
-        ),
-        (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
-        (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
-        (lambda folder: change(folder, model_type=["llama"]), r"has no model type \['llama'\]"),
-        (lambda folder: change(folder, mlp_bias=True), "no biases"),
-        (
-            lambda folder: change(folder, model_type="llama", hidden_act="gelu"),
-            "must be relu, relu2 or silu, got 'gelu'",
-        ),
-        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no safetensors"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "b.safetensors"}}'
-            ),
-            "b.safetensors is missing or damaged",
-        ),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, got list"),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
-        (lambda folder: change(folder, hidden_size="16"), "config.json has an invalid value"),
-        (lambda folder: change(folder, num_attention_heads=0), "config.json has an invalid value"),
-        (lambda folder: change(folder, num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but there are"),
-        (lambda folder: change(folder, rms_norm_eps=-1.0), "model.rms_norm_eps|rms_norm_eps must be at least 0"),
-        (lambda folder: change(folder, rope_theta={}), "config.json has an invalid value"),
-        (lambda folder: change(folder, dtype=[]), "config.json has an invalid value"),
-        (lambda folder: change(folder, dtype=[], model_type="qwen2"), "cannot be loaded: "),
-        (lambda folder: change(folder, pad_token_id=10**9), "Padding_idx must be within num_embeddings"),
-        (lambda folder: index(folder, []), "index.json must hold an object, got list"),
-        (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is not an index"),
-        (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is not an index"),
-        (lambda folder: replace_all(folder, torch.int64), "is torch.int64, not a weight"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
-            "model.safetensors is missing or damaged",
-        ),
+        ({"hidden_size": 32}, r"do not fit the configuration: .* is \[\d+.*, wanted \["),
+        ({"num_hidden_layers": 1}, "not fit the configuration: model.layers.1.* wanted not there"),
+        ({"sparsity_gated_mlp": False}, "sparsity_gated_mlp=False, but the weights have a gate"),
+        ({"model_type": "qwen2"}, "do not fit the configuration: missing_keys: .*bias"),
+        ({"model_type": "sparrow"}, "has no model type 'sparrow', and a model's own code"),
+        ({"model_type": ["llama"]}, r"has no model type \['llama'\]"),
+        ({"mlp_bias": True}, "no biases"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "must be relu, relu2 or silu, got 'gelu'"),
+        ({"hidden_size": "16"}, "config.json has an invalid value"),
+        ({"num_attention_heads": 0}, "config.json has an invalid value"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but there are"),
+        ({"rms_norm_eps": -1.0}, "model.rms_norm_eps|rms_norm_eps must be at least 0"),
+        ({"rope_theta": {}}, "config.json has an invalid value"),
+        ({"dtype": []}, "config.json has an invalid value"),
+        ({"dtype": [], "model_type": "qwen2"}, "cannot be loaded: "),
+        ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
     ],
 )
-def test_what_cannot_be_loaded_says_why(harm, message, tmp_path):
+def test_a_configuration_that_cannot_be_loaded_says_why(changes, message, tmp_path):
     publish(tmp_path)
-    harm(tmp_path)
+    change(tmp_path, **changes)
+    assert_refused(tmp_path, message)
+
+
+def assert_refused(folder, message):
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_pretrained(tmp_path)
+        load_pretrained(folder)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (WEIGHTS, b"\xff" * 8 + b"{}", "model.safetensors is missing or damaged"),
+        (CONFIG, b"[]", "config.json must hold an object, got list"),
+        (CONFIG, b"[" * 100_000, "config.json cannot be read"),
+        (CONFIG, None, "config.json cannot be read"),
+        (WEIGHTS, None, "has no safetensors"),
+        (INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing or damaged"),
+        (INDEX, b"[]", "index.json must hold an object, got list"),
+        (INDEX, b'{"weight_map": {"a": 1}}', "index.json is not an index"),
+        (INDEX, b'{"weight_map": {"a": "../../b.safetensors"}}', "index.json is not an index"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_named(name, content, message, tmp_path):
+    publish(tmp_path)
+    if content is None:
+        (tmp_path / name).rename(tmp_path / "pytorch_model.bin")
+    else:
+        (tmp_path / name).write_bytes(content)
+    assert_refused(tmp_path, message)
+
+
+def test_weights_that_cannot_be_loaded_say_why(tmp_path):
+    publish(tmp_path)
+    rewrite(tmp_path, lambda key, tensor: [(key, tensor)] * (key != "model.norm.weight"))
+    assert_refused(tmp_path, "do not fit the configuration.*model.norm.weight")
+    rewrite(tmp_path, lambda key, tensor: [(key, tensor.to(torch.int64))])
+    assert_refused(tmp_path, "is torch.int64, not a weight")
+    publish(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-10])
+    assert_refused(tmp_path, "model.safetensors is missing or damaged")
 
 
 def test_an_unknown_name(monkeypatch):
@@ -481,9 +445,6 @@ def test_an_unknown_name(monkeypatch):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_number_of_parameters_is_that_of_the_model(gated, tied):
-    config = ModelConfig(
-        layers=2, hidden_size=32, intermediate_size=48, attention_heads=4, key_value_heads=2, vocab_size=300,
-        gated=gated, tied_embeddings=tied,
-    )  # fmt: skip
-    model = build_model(config)
-    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    shape = config(gated=gated, tied_embeddings=tied)
+    model = build_model(shape)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())

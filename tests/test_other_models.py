@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from test_bench import rows_of
+from tiny_models import SIZES
 from tiny_run import make_run, write_text
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
@@ -23,19 +25,8 @@ def folder(tmp_path_factory):
         path.rename(text / f"{'train' if number % 3 else 'validation'}_{number}.txt")
     tokenizer = AutoTokenizer.from_pretrained(make_run(root) / "tokenizer")
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        hidden_activation="relu",
-        final_logit_softcapping=0.5,
-        attn_implementation="eager",
-    )
+    special = {"hidden_activation": "relu", "final_logit_softcapping": 0.5, "attn_implementation": "eager"}
+    config = Gemma2Config(**SIZES | {"vocab_size": len(tokenizer)}, **special)
     AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     return root / "model", text
@@ -43,13 +34,8 @@ def folder(tmp_path_factory):
 
 def rows(program, config, out, folder, *arguments):
     model, text = folder
-    places = [*([f"data=path:{text}"] if text else []), f"run.dir={out}", "device=cpu", *arguments]
-    key = (
-        f"checkpoints=[{model}]"
-        if program in (bench_forward, bench_generate, bench_training)
-        else f"checkpoint={model}"
-    )
-    program.main(parse(config, [key, *places]))
+    places = [f"checkpoint={model}", *([f"data=path:{text}"] if text else []), f"run.dir={out}", "device=cpu"]
+    program.main(parse(config, [*places, *arguments]))
     return read_rows(out / "rows.csv")
 
 
@@ -75,11 +61,14 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
     assert row["value"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
+def timed(folder):
+    model, text = folder
+    return [f"checkpoints=[{model}]", f"data=path:{text}", "dense=[dense_eager]", "dtype=float32"]
+
+
 @pytest.mark.slow
 def test_its_forward_is_timed(folder, tmp_path):
-    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]"]
-    arguments += ["dtype=float32", *(f"{t}.{key}" for t in ("timing", "layer_timing") for key in ("seconds=0.01",))]
-    found = rows(bench_forward, bench_forward.BenchForwardConfig, tmp_path, folder, *arguments)
+    found = rows_of(bench_forward, tmp_path, *timed(folder), "batch=2", "sequence=16")
     assert {(row["op"], row["layer"], row["backend"]) for row in found} >= {
         ("model_forward", None, "reference"),
         ("ffn_forward", 0, "dense_eager"),
@@ -88,19 +77,17 @@ def test_its_forward_is_timed(folder, tmp_path):
 
 
 def test_its_generation_is_timed(folder, tmp_path):
-    arguments = ["batch=[2]", "prompt=8", "new_tokens=4", "dense=[dense_eager]", "backends=[reference]"]
-    arguments += ["dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
-    found = rows(bench_generate, bench_generate.BenchGenerateConfig, tmp_path, folder, *arguments)
-    timed = {row["backend"]: row for row in found if row["metric"] == "time"}
-    assert set(timed) == {"dense_eager", "reference"}
-    assert all(row["value"] > 0 and row["check_error"] < 1e-4 for row in timed.values())
+    found = rows_of(bench_generate, tmp_path, *timed(folder), "batch=[2]", "prompt=8", "new_tokens=4")
+    times = {row["backend"]: row for row in found if row["metric"] == "time"}
+    assert set(times) == {"dense_eager", "reference"}
+    assert all(row["value"] > 0 and row["check_error"] < 1e-4 for row in times.values())
 
 
 def test_what_it_cannot_do_is_reported(folder, tmp_path):
     with pytest.raises(DataError, match=r"was not trained here: name the text to read, data="):
         rows(evaluate, evaluate.EvaluateConfig, tmp_path, (folder[0], None))
     with pytest.raises(CheckpointError, match="the training step is that of Llama models, this is a Gemma2ForCausalLM"):
-        rows(bench_training, bench_training.BenchTrainingConfig, tmp_path, folder, "sequence=16")
+        rows_of(bench_training, tmp_path, f"checkpoints=[{folder[0]}]", "sequence=16")
 
 
 def test_a_model_that_sparsify_made_is_read_again(folder, tmp_path):

@@ -47,11 +47,6 @@ def test_a_training_finds_what_was_prepared(tmp_path, monkeypatch):
     train.main(config(tmp_path))
 
 
-def test_missing_text_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="missing"):
-        prepare_data.main(config(tmp_path, f"data=path:{tmp_path / 'nowhere.txt'}"))
-
-
 @pytest.fixture
 def study(tmp_path):
     """The graph of trainings with these seeds, and how to do one of its items as the launcher does."""

@@ -4,10 +4,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from same_run import stop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import train
-from experiments.run.errors import ConfigError, Stopped
+from experiments.run.errors import ConfigError
 from experiments.training import metrics
 from experiments.training.trackers import scalars
 
@@ -19,8 +20,7 @@ def events(config):
 
 
 def test_tensorboard_gets_every_logged_step_once_also_of_a_run_that_continues(make):
-    with pytest.raises(Stopped):
-        train.main(make("run.log=[tensorboard]", "run.max_steps=4"))
+    stop(make("run.log=[tensorboard]", "run.max_steps=4"))
     train.main(config := make("run.log=[tensorboard]"))
     found, records = events(config), metrics.read_metrics(config.run.folder)
     assert [event.step for event in found["cross_entropy"]] == [record["step"] for record in records] == [*range(1, 11)]
@@ -45,8 +45,7 @@ def test_wandb_gets_the_options_and_every_logged_step(make, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config = make("run.log=[wandb]", "run.study=mine", "run.item=one")
-    with pytest.raises(Stopped):
-        train.main(make("run.log=[wandb]", "run.study=mine", "run.item=one", "run.max_steps=4"))
+    stop(make("run.log=[wandb]", "run.study=mine", "run.item=one", "run.max_steps=4"))
     train.main(config)
     before, after = ({key: value for key, value in one.items() if key != "config"} for one in started)
     assert before == after, "a run that continues is the same run"

@@ -4,16 +4,14 @@ can replay in place of a real one."""
 from dataclasses import replace
 
 import pytest
+import test_bench
 import torch
-from test_bench import QUICK
 from test_graph_forward import graphs_on_the_host  # noqa: F401
 
 from experiments import bench_kernels
 from experiments.bench import tuned_block
 from experiments.bench.feedforward import mean_nonzeros
 from experiments.bench.tuned_block import TunedBlock
-from experiments.run.config import parse
-from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed
 from twell import Plan, SparseFeedForward
 from twell.testing import make_problem, plain_ffn
@@ -41,9 +39,7 @@ def chosen(monkeypatch):
 
 
 def rows_of(op, folder, *options):
-    arguments = [*SIZES, f"ops=[{op}]", *QUICK, *options, f"run.dir={folder}", "run.study=test"]
-    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
-    return read_rows(folder / "rows.csv")
+    return test_bench.rows_of(bench_kernels, folder, *SIZES, f"ops=[{op}]", *options)
 
 
 @pytest.mark.usefixtures("graphs_on_the_host")
@@ -73,7 +69,7 @@ def test_the_block_has_its_own_weights_in_its_own_order(in_graph, chosen):
     part = block.problem(40)
     form = block.form(part, in_graph=in_graph)
     x, *weights = form.prepare(part)
-    y, _ = (form.run or form.function)(x, *weights)
+    y, _ = form.run(x, *weights)
     torch.testing.assert_close(y, plain_ffn(*part)[0], rtol=0.05, atol=0.05)
     if in_graph:
         assert torch.equal(weights[1], before[2][order])
@@ -88,7 +84,7 @@ def test_the_block_is_timed_as_inference(in_graph, chosen):
     problem = make_problem(TOKENS, 32, 64, 8.0, seed=3)
     form = TunedBlock(problem, ["reference"]).form(problem, in_graph=in_graph)
     with torch.enable_grad():  # as a benchmark calls it
-        y, _ = (form.run or form.function)(*form.prepare(problem))
+        y, _ = form(*problem)
     assert not y.requires_grad
 
 
@@ -114,8 +110,8 @@ def test_a_wrong_result_is_refused(chosen, tmp_path, monkeypatch):
 
 def test_backends_that_cannot_run_are_absent():
     """As on a GPU; on a CPU they are refused before."""
-    options = [*SIZES, *QUICK, "metrics=[time]", "backends=[hopper,triton+hot]", "run.study=test"]
-    config, device = parse(bench_kernels.BenchKernelsConfig, options), torch.device("cpu")
+    options = [*SIZES, "metrics=[time]", "backends=[hopper,triton+hot]"]
+    config, device = test_bench.configured(bench_kernels, *options), torch.device("cpu")
     *_, pattern = bench_kernels.patterns(config, device)
     rows = bench_kernels.measure(pattern, "ffn_tuned", config, device)
     assert [(row["tokens"], row["backend"], row["plan"], row["value"]) for row in rows] == [

@@ -1,5 +1,5 @@
-"""Options of a training with some changed, and a run folder like that of a training, made quickly: random weights, a
-real tokenizer, a small text."""
+"""The shape of a tiny model, options of a training with some changed, and a run folder like that of a training, made
+quickly: random weights, a real tokenizer, a small text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,10 @@ from experiments.data.tokenizer import load_tokenizer
 from experiments.models.checkpoint import Checkpoint, write_checkpoint
 from experiments.models.llama import build_model
 from experiments.run.config import check_ranges, parse, save_config
-from experiments.run.train_config import TrainConfig
+from experiments.run.train_config import ModelConfig, TrainConfig
 
+SIZES = {"layers": 2, "hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2}
+MODEL = ModelConfig("tiny", **SIZES, vocab_size=300, max_positions=32)
 SENTENCES = ("the cat sat on the mat", "a dog ran after the red ball", "it rained all day", "nobody saw the old fox")
 
 

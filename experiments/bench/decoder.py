@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +51,6 @@ DENSE_FORMS = {
 CHECKED = 4  # sequences of a batch that are compared with float32
 
 
-class _Setting(NamedTuple):
-    """The plan of a block, and the order of its neurons."""
-
-    plan: Plan | str
-    order: Tensor | None = None
-
-
 class Decoder:
     """A decoder without its head, on one batch of tokens: `forward(backend)` runs it with that feed-forward backend.
 
@@ -69,7 +62,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, ids_BS: Tensor):
         self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
-        self._chosen: list[_Setting] = []
+        self._chosen: list[tuple[Plan | str, Tensor | None]] = []  # the plan of each block, and its neurons' order
         self._now: tuple[str, bool] | None = None  # what `set` was given last
         for block in self.blocks:
             if isinstance(block, ReluFeedForward):
@@ -92,7 +85,7 @@ class Decoder:
         self.set("dense")
         choices, self._now = autotune(self.body, self.ids, use_cache=False), None
         self._chosen = [
-            _Setting(block.plan, neuron_order(block)) for block in self.blocks if isinstance(block, SparseFeedForward)
+            (block.plan, neuron_order(block)) for block in self.blocks if isinstance(block, SparseFeedForward)
         ]
         return choices
 
@@ -104,7 +97,7 @@ class Decoder:
             return
         self._now = backend, keep_stats
         name = "dense" if backend in (TRANSFORMERS, FP8) else backend
-        chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
+        chosen = self._chosen if backend == AUTO else [(name, None)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
             compute_as_transformers(block, False)  # what reorders neurons refuses a block with a forward in its place
             block.keep_stats = keep_stats
@@ -148,17 +141,9 @@ class Decoder:
         """The feed-forward block of one layer with the input that it gets: x [B S, K]."""
         inputs: list[Tensor] = []
         block = self.blocks[layer]
-        hook = block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-        try:
+        with block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
             self.forward("dense")
-        finally:
-            hook.remove()
         return problem_of(block, inputs[0].flatten(0, 1))
-
-    @property
-    def no_fp8(self) -> str:
-        """Why the blocks cannot run in FP8; empty if they can."""
-        return fp8.misfit(_without_tokens(self.blocks[0]))
 
 
 def _without_tokens(block: FeedForward) -> Problem:
@@ -183,22 +168,27 @@ def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Seque
     sequences = evenly_spread(len(decoder.ids))
     exact_CSK = decoder.exact(sequences)
 
-    def error(backend: str, *, compiled: bool = False) -> float:
+    def error(backend: str, compiled: bool) -> float:
         return relative_error(decoder.forward(backend, compiled=compiled)[sequences], exact_CSK)
 
-    allowed = tolerance(error("dense"), decoder.body.dtype)
-    found = [
-        _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
-        for name in dense
-        if name != FP8 and (decoder.sparse or name != OWN_DENSE)
-    ]
+    rounding = tolerance(error("dense", False), decoder.body.dtype)
+
+    def alternative(
+        name: str, plan: str, backend: str, compiled: bool, reason: str = "", allowed: float = rounding
+    ) -> Candidate | Absent:
+        if reason:
+            return Absent(name, plan, reason)
+        try:
+            measured = check(name, error(backend, compiled), allowed)
+        except (BackendUnavailable, CompilationFailed) as failure:
+            return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
+        return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
+
+    exact = [name for name in dense if name != FP8 and (decoder.sparse or name != OWN_DENSE)]
+    found = [alternative(name, "dense", *DENSE_FORMS[name]) for name in exact]
     if FP8 in dense:
-        reason = decoder.no_fp8
-        found.append(
-            Absent(FP8, FP8, reason)
-            if reason
-            else _alternative(decoder, FP8, FP8, FP8, error, fp8.TOLERANCE, compiled=True)
-        )
+        misfit = fp8.misfit(_without_tokens(decoder.blocks[0]))
+        found.append(alternative(FP8, FP8, *DENSE_FORMS[FP8], misfit, fp8.TOLERANCE))
     for name in backends if decoder.sparse else []:
         if name == AUTO:
             plan = BY_LAYER
@@ -206,11 +196,7 @@ def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Seque
         else:
             shown, plan, reason = name, plan_of(name, training=False), unavailable(name, decoder.ids.device)
         for compiled in (False, True) if "dense_compiled" in dense else (False,):
-            label = named(shown, compiled=compiled)
-            if reason:
-                found.append(Absent(label, plan, reason))
-            else:
-                found.append(_alternative(decoder, label, plan, name, error, allowed, compiled=compiled))
+            found.append(alternative(named(shown, compiled=compiled), plan, name, compiled, reason))
     return found
 
 
@@ -227,19 +213,6 @@ def chosen_backends(choices: Tuning, backends_of: Callable[[Plan], Iterable[str]
 def evenly_spread(batch: int) -> list[int]:
     """Indices of the sequences of a batch that are compared: CHECKED of them, the first and the last included."""
     return sorted({round(i * (batch - 1) / (CHECKED - 1)) for i in range(min(CHECKED, batch))})
-
-
-Error = Callable[..., float]  # of a backend, compiled or not
-
-
-def _alternative(
-    decoder: Decoder, name: str, plan: str, backend: str, error: Error, allowed: float, *, compiled: bool
-) -> Candidate | Absent:
-    try:
-        measured = check(name, error(backend, compiled=compiled), allowed)
-    except (BackendUnavailable, CompilationFailed) as failure:
-        return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
-    return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
 
 
 def exact_copy(model: PreTrainedModel) -> Any:

@@ -50,31 +50,26 @@ DENSE_LIVE = "dense" + WITH_LIVE  # a control: what of the speed is due to leavi
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-class Counts(NamedTuple):
-    """Columns of a row: neurons left to dense products, left out, and screened; None where it does not apply."""
-
-    hot: int | None = None
-    silent: int | None = None
-    screened: int | None = None
-
-
 class Form(NamedTuple):
     """A way to compute the block.
 
-    `function` takes the problem as it is, for the check. `run` takes the operands that `prepare` makes once (weights in
-    another layout, say), and is what is timed. Both return (y, l1), l1 being None unless `has_l1`: then its gradient is
-    part of the backward.
+    `run` takes the operands that `prepare` makes once (weights in another layout, say), and is what is timed. It
+    returns (y, l1), l1 being None unless `has_l1`: then its gradient is part of the backward.
     """
 
     backend: str
     plan: str
-    function: Function
+    run: Function
     has_l1: bool = False
     prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
-    run: Function | None = None
     backup: float | None = None
-    counts: Callable[[], Counts] = Counts  # known after `prepare`
+    # Columns of a row, known after `prepare`: how many neurons are hot, silent and screened, where it applies.
+    counts: Callable[[], dict[str, Any]] = dict
     tolerance: float | None = None  # relative error allowed; None: that of rounding
+
+    def __call__(self, *operands: Any) -> tuple[Tensor, Tensor | None]:
+        """(y, l1) of a problem as it is, prepared anew."""
+        return self.run(*self.prepare(Problem(*operands)))
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -137,8 +132,11 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
         if name != "dense_fused" or problem.w_gate is not None
     ]
     if FP8 in dense and not training:
-        reason = fp8.misfit(problem)
-        found.append(Absent(FP8, FP8, reason) if reason else _fp8_form(problem))
+        if reason := fp8.misfit(problem):
+            found.append(Absent(FP8, FP8, reason))
+        else:
+            _prepare_to_compile(FP8, problem)
+            found.append(Form(FP8, FP8, fp8.compiled, prepare=fp8.prepare, tolerance=fp8.TOLERANCE))
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
@@ -146,7 +144,7 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     for name in backends:
         if name == DENSE_LIVE:
             call, plan = _DenseLiveCall(exact), plan_of(DENSE_LIVE, training=False)
-            found.append(Form("dense", plan, _prepared(call), False, call.prepare, call, counts=call.counts))
+            found.append(Form("dense", plan, call, prepare=call.prepare, counts=call.counts))
         else:
             found.append(_backend_form(name, device, training=training, stats=training))
     return found
@@ -191,18 +189,8 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
         case "dense_twell":
             return Form(name, "dense", _Call(Name.of("dense"), stats=False))
         case "dense_fused":
-            return Form(name, "dense", lambda *parts: _fused(*_fuse(Problem(*parts))), prepare=_fuse, run=_fused)
+            return Form(name, "dense", _fused, prepare=_fuse)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
-
-
-def _fp8_form(problem: Problem) -> Form:
-    _prepare_to_compile(FP8, problem)
-    return Form(
-        *(FP8, FP8, lambda *parts: fp8.compiled(*fp8.prepare(Problem(*parts)))),
-        prepare=fp8.prepare,
-        run=fp8.compiled,
-        tolerance=fp8.TOLERANCE,
-    )
 
 
 @functools.cache
@@ -211,18 +199,8 @@ def _say_left_out(backend: str, reason: str) -> None:
     log.warning("%s cannot run here and is left out: %s", backend, reason)
 
 
-def _prepared(call: Any) -> Function:
-    """The call on a problem as it is: prepared, and made at once."""
-    return lambda *operands: call(*call.prepare(Problem(*operands)))
-
-
 def _backend_form(
-    backend: str,
-    device: torch.device,
-    *,
-    stats: bool,
-    training: bool = False,
-    name: str = "",
+    backend: str, device: torch.device, *, stats: bool, training: bool = False, name: str = ""
 ) -> Form | Absent:
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
@@ -236,7 +214,7 @@ def _backend_form(
     call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
         return Form(name, plan, call, stats)
-    return Form(name, plan, _prepared(call), stats, call.prepare, call, backup, call.counts)
+    return Form(name, plan, call, stats, call.prepare, backup, call.counts)
 
 
 def problem_of(block: FeedForward, x_MK: Tensor) -> Problem:
@@ -268,9 +246,9 @@ class _Call:
             self._call = self._call._replace(plan=replace(self._call.plan, hot=tuple(hot.tolist())), hot=hot)
         return by_neuron(problem)
 
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, Any]:
         """How many neurons `prepare` left to dense products, where hot neurons were requested."""
-        return Counts(hot=self._call.plan.hot_count) if self._asked.neurons else Counts()
+        return {"hot": self._call.plan.hot_count} if self._asked.neurons else {}
 
     def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
         y_MK, stats = compute((x, w_gate, w_up, w_down), self._call)
@@ -313,8 +291,9 @@ class _OrderedCall(_Call):
         kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
         return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
 
-    def counts(self) -> Counts:
-        return Counts(self._call.plan.hot_count, self._silent, self._call.plan.screened)
+    def counts(self) -> dict[str, Any]:
+        plan = self._call.plan
+        return {"hot": plan.hot_count, "silent": self._silent, "screened": plan.screened}
 
 
 def _firing_order(problem: Problem) -> FiringOrder:
@@ -347,22 +326,20 @@ class _DenseLiveCall:
         failure: Exception | None = None
         for form in found:
             try:
-                times |= quick_times(
-                    {form.backend: partial(form.run or form.function, *form.prepare(live))}, live.x.device
-                )
+                times |= quick_times({form.backend: partial(form.run, *form.prepare(live))}, live.x.device)
             except (CompilationFailed, torch.OutOfMemoryError) as error:
                 failure = error
         if failure is not None and not times:
             raise failure
         return min((form for form in found if form.backend in times), key=lambda form: times[form.backend])
 
-    def counts(self) -> Counts:
-        return Counts() if self._order is None else Counts(silent=len(self._order.neurons) - self._order.kept)
+    def counts(self) -> dict[str, Any]:
+        assert self._order is not None  # `prepare` has chosen it
+        return {"silent": len(self._order.neurons) - self._order.kept}
 
     def __call__(self, *operands: Tensor | None) -> tuple[Tensor, None]:
         assert self._form is not None  # `prepare` has chosen it
-        y_MK, _ = (self._form.run or self._form.function)(*operands)
-        return y_MK, None
+        return self._form.run(*operands)[0], None
 
 
 def pattern_weight(problem: Problem) -> Tensor:
@@ -378,26 +355,18 @@ def _candidate(
         error = checker.error(form, l1)
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
-    run, operands = form.run or form.function, form.prepare(problem)
-    timed = _Timed(lambda: run(*operands), [t for t in operands if t is not None])
+    operands = form.prepare(problem)
+    call: Callable[[], object] = partial(form.run, *operands)
+    inputs, held = [t for t in operands if t is not None], None
     if dy_MK is not None:
-        timed = _forward_backward(run, operands, dy_MK, l1, blocks)
-    call, inputs, held = timed
-    counts = form.counts()._asdict()
-    return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **counts)
-
-
-class _Timed(NamedTuple):
-    """What a candidate runs, the tensors that it reads, and how to measure what it holds for the backward."""
-
-    call: Callable[[], object]
-    inputs: Sequence[Tensor]
-    held: Callable[[], Measurement] | None = None
+        call, inputs, held = _forward_backward(form.run, operands, dy_MK, l1, blocks)
+    return Candidate(form.backend, form.plan, call, error, held, inputs=inputs, backup=form.backup, **form.counts())
 
 
 def _forward_backward(
     run: Function, operands: Sequence[Tensor | None], dy_MK: Tensor, l1: float, blocks: int
-) -> _Timed:
+) -> tuple[Callable[[], object], list[Tensor], Callable[[], Measurement]]:
+    """(what is timed, the tensors that it reads, how to measure what it holds for the backward)."""
     stack = [[t if t is None else t.detach().requires_grad_() for t in operands] for _ in range(blocks)]
     inputs = [t for leaves in stack for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
@@ -418,14 +387,7 @@ def _forward_backward(
         return held_memory(lambda: run(*stack[0])[0], inputs)
 
     call = forward_backward if blocks == 1 else Repeated(forward_backward, blocks)
-    return _Timed(call, [*inputs, dy_MK], held)
-
-
-class Wanted(NamedTuple):
-    """What results are compared with, by name, and the error allowed to each."""
-
-    exact: dict[str, Tensor]
-    allowed: dict[str, float]
+    return call, [*inputs, dy_MK], held
 
 
 class Checker:
@@ -433,16 +395,16 @@ class Checker:
 
     def __init__(self, problem: Problem, dy_MK: Tensor | None):
         self._problem, self._dy_MK = problem, dy_MK
-        self._known: dict[float, Wanted] = {}
+        self._known: dict[float, tuple[dict[str, Tensor], dict[str, float]]] = {}
 
-    def wanted(self, l1: float) -> Wanted:
-        """Exact results, and the error allowed to each."""
+    def wanted(self, l1: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Exact results by name, and the error allowed to each."""
         if l1 not in self._known:
             exact = evaluate_exactly(self._problem, self._dy_MK, l1)
             plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
             errors = {name: relative_error(plain[name], exact[name]) for name in exact}
             allowed = {name: tolerance(error, self._problem.x.dtype) for name, error in errors.items()}
-            self._known[l1] = Wanted(exact, allowed)
+            self._known[l1] = exact, allowed
         return self._known[l1]
 
     def error(self, form: Form, l1: float) -> float:
@@ -450,7 +412,7 @@ class Checker:
         exact, allowed = self.wanted(l1)
 
         def with_l1(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
-            y_MK, penalty = form.function(*operands)
+            y_MK, penalty = form(*operands)
             return y_MK, y_MK.new_zeros(()) if penalty is None else penalty
 
         ours = evaluate(with_l1, self._problem, self._dy_MK, l1)

@@ -148,11 +148,27 @@ class Generation:
         Raises:
             CheckFailed: when hidden states or logits are off by more than rounding.
         """
-        checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt)))
-        found = [
-            self._alternative(name, "dense", lambda: self._with("dense"), checker, compiled=name == "dense_compiled")
-            for name in dense
-        ]
+        checker, device = _Checker(self.as_it_comes, evenly_spread(len(self._prompt))), self._prompt.device
+
+        def alternative(
+            name: str, plan: str, make: Callable[[], PreTrainedModel], compiled: bool, reason: str = ""
+        ) -> Candidate | Absent:
+            if reason := reason or (why_not_compiled(device) if compiled else ""):
+                return Absent(name, plan, reason)
+            try:
+                generator = self._generator(make(), compiled=compiled)
+                error, new_tokens = checker.check(name, generator)
+            except (BackendUnavailable, CompilationFailed) as failure:
+                return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
+            same = (new_tokens == self.tokens[:, self._prompt.shape[1] :]).double().mean().item()
+            log.info("%s: %.1f%% of its tokens are those of dense_eager", name, 100 * same)
+            known = {"same_tokens": Measurement(same, n=1)}
+            if device.type == "cuda":
+                known["device_time"] = device_time(generator, device)
+            return Candidate(name, plan, generator, error, inputs=generator.tensors(), known=known)
+
+        plain = partial(self._with, "dense")
+        found = [alternative(name, "dense", plain, name == "dense_compiled") for name in dense]
         for name in backends if self._sparse else []:
             make = partial(self._with, name)
             if name == AUTO:
@@ -160,38 +176,15 @@ class Generation:
                 make, plan = partial(_sharing, model), BY_LAYER
                 shown, reason = chosen_backends(choices, lambda chosen: chosen.backends)
             else:
-                shown, plan, reason = name, plan_of(name, training=False), unavailable(name, self._prompt.device)
+                shown, plan, reason = name, plan_of(name, training=False), unavailable(name, device)
             for compiled in [form == "dense_compiled" for form in dense or ["dense_eager"]]:
-                label = named(shown, compiled=compiled)
-                if reason:
-                    found.append(Absent(label, plan, reason))
-                else:
-                    found.append(self._alternative(label, plan, make, checker, compiled=compiled))
+                found.append(alternative(named(shown, compiled=compiled), plan, make, compiled, reason))
         return found
-
-    def _alternative(
-        self, name: str, plan: str, make: Callable[[], PreTrainedModel], checker: _Checker, *, compiled: bool
-    ) -> Candidate | Absent:
-        if compiled and (reason := why_not_compiled(self._prompt.device)):
-            return Absent(name, plan, reason)
-        try:
-            generator = self._generator(make(), compiled=compiled)
-            error, new_tokens = checker.check(name, generator)
-        except (BackendUnavailable, CompilationFailed) as failure:
-            return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
-        same = (new_tokens == self.tokens[:, self._prompt.shape[1] :]).double().mean().item()
-        log.info("%s: %.1f%% of its tokens are those of dense_eager", name, 100 * same)
-        device = self._prompt.device
-        known = {"same_tokens": Measurement(same, n=1)}
-        if device.type == "cuda":
-            known["device_time"] = device_time(generator, device)
-        return Candidate(name, plan, generator, error, inputs=generator.tensors(), known=known)
 
     def _generator(self, model: PreTrainedModel, *, compiled: bool) -> Generator:
         return Generator(model, self._prompt, self._new_tokens, self._static_cache if compiled else None)
 
     def _with(self, backend: str) -> PreTrainedModel:
-        """The model with this backend in every block."""
         model = _sharing(self._model)
         for block in sparse_blocks(model):
             block.plan = backend

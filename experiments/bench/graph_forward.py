@@ -36,8 +36,8 @@ def alternatives(
 ) -> list[Candidate | Absent]:
     """Checked candidates for a block's forward in a CUDA graph, eagerly and again as replayed.
 
-    Backends have no statistics. A backend with hot neurons or with neurons in order of
-    firing is absent: the choice is made on the tokens that are timed, which says nothing about others if they are few.
+    Backends have no statistics. A backend with hot neurons or with neurons in order of firing is absent: the choice is
+    made on the tokens that are timed, which says nothing about others if they are few.
 
     Args:
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
@@ -77,12 +77,11 @@ def _absent(form: Form | Absent, reason: str) -> Absent:
 
 
 def _candidate(form: Form, problem: Problem, copies: int, checker: Checker) -> Candidate | Absent:
-    run = form.run or form.function
     try:
         error = checker.error(form, 0.0)
         x, *weights = form.prepare(problem)
         copied = [weights, *([None if w is None else w.clone() for w in weights] for _ in range(copies - 1))]
-        graph = CapturedCalls([partial(run, x, *of_a_copy) for of_a_copy in copied], problem.x.device)
+        graph = CapturedCalls([partial(form.run, x, *of_a_copy) for of_a_copy in copied], problem.x.device)
     except (BackendUnavailable, CannotCapture, CompilationFailed, torch.OutOfMemoryError) as failure:
         return _absent(form, in_one_line(failure, REASON_LENGTH))
     for y_MK, _ in graph.outputs:

@@ -77,5 +77,5 @@ def check_form(name: str) -> None:
 
 
 def exists_for(name: str, *, gated: bool) -> bool:
-    """Whether a block of this kind has the single operation."""
+    """Whether a block of this kind has the operation."""
     return name not in (NON_GATED_ONLY if gated else GATED_ONLY)

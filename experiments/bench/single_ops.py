@@ -6,14 +6,16 @@ the reference alone. Shapes: M tokens, K hidden, N intermediate.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.bench.feedforward import by_neuron, pattern_weight, unavailable
+from experiments.bench.feedforward import by_neuron, pattern_weight
 from experiments.timing.compare import Absent, Candidate, check
 from experiments.timing.measure import Call, Consumer
 from twell import reference
@@ -46,38 +48,27 @@ def _reference() -> Inference:
         return reference.gated_down(p.x, packed, p.w_up, p.w_down.t())[0]
 
     return Inference(
-        pack=lambda p: reference.gate_pack(p.x, pattern_weight(p)),
-        down=down,
-        to_dense=lambda packed: packed.to_dense(),
+        pack=lambda p: reference.gate_pack(p.x, pattern_weight(p)), down=down, to_dense=lambda packed: packed.to_dense()
     )
 
 
-def _hopper() -> Inference:
-    from twell.hopper import inference
-
+def _on_gpu(backend: str) -> Inference:
+    inference = importlib.import_module(f"twell.{backend}.inference")
     return Inference(
         pack=lambda p: inference.gate_pack(p.x, _weights(p), stats=False),
-        down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
-        to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
-        consumes=True,  # a counter of tokens in it runs down
-    )
-
-
-def _triton() -> Inference:
-    from twell.triton import inference
-
-    return Inference(
-        pack=lambda p: inference.gate_pack(p.x, _weights(p)),
         down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(
             packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
         ),
-        consumes=True,
+        consumes=True,  # counters in it run down
     )
 
 
-# A backend that has gate_pack and the pass after it: one line here, and a function like those above.
-INFERENCE: dict[str, Callable[[], Inference]] = {"reference": _reference, "hopper": _hopper, "triton": _triton}
+# The backends that have gate_pack and the pass after it.
+INFERENCE: dict[str, Callable[[], Inference]] = {
+    "reference": _reference,
+    **{name: partial(_on_gpu, name) for name in ("hopper", "triton")},
+}
 TRAINING = ("reference",)
 
 
@@ -107,7 +98,6 @@ class Step(NamedTuple):
     same in plain torch, None where plain torch has no such step (a change of format, which must then be exact).
     """
 
-    plan: str
     run: Call
     tensor: Callable[[Any], Tensor]
     exact: Callable[[], Tensor]
@@ -121,7 +111,6 @@ def _gate(problem: Problem) -> Tensor:
 def _gate_pack(ops: Inference, p: Problem) -> Step:
     weight, prepared = pattern_weight(p), by_neuron(p)
     return Step(
-        plan="twell",
         run=lambda: ops.pack(prepared),
         tensor=lambda packed: ops.to_dense(packed)[:, : len(weight)],
         exact=lambda: F.relu(F.linear(p.x.double(), weight.double())),
@@ -144,13 +133,12 @@ def _down(ops: Inference, p: Problem) -> Step:
 
     once = Consumer(lambda: ops.pack(prepared), lambda fresh: ops.down(fresh, prepared))
     run = once if ops.consumes else lambda: ops.down(packed, prepared)
-    return Step("twell", run, lambda y_MK: y_MK, exact, dense)
+    return Step(run, lambda y_MK: y_MK, exact, dense)
 
 
 def _twell_to_hybrid(p: Problem) -> Step:
     packed = reference.gate_pack(p.x, pattern_weight(p))
     return Step(
-        plan="hybrid",
         run=lambda: reference.twell_to_hybrid(packed),
         tensor=lambda hybrid: hybrid.to_dense(),
         exact=lambda: packed.to_dense().double(),
@@ -165,7 +153,6 @@ def _dense_to_hybrid(p: Problem) -> Step:
     pattern = _hybrid(p)
     stored_MN = pattern.entries().mask(pattern.shape)
     return Step(
-        plan="hybrid",
         run=lambda: reference.dense_to_hybrid(p.x, p.w_up, pattern),
         tensor=lambda hybrid: hybrid.to_dense() * stored_MN,
         exact=lambda: F.linear(p.x.double(), p.w_up.double()) * stored_MN,
@@ -177,7 +164,6 @@ def _hybrid_to_dense(p: Problem) -> Step:
     hybrid, w_down_NK = _hybrid(p), p.w_down.t().contiguous()
     h_MN = hybrid.to_dense()
     return Step(
-        plan="hybrid",
         run=lambda: reference.hybrid_to_dense(hybrid, w_down_NK),
         tensor=lambda y_MK: y_MK,
         exact=lambda: h_MN.double() @ w_down_NK.double(),
@@ -188,7 +174,6 @@ def _hybrid_to_dense(p: Problem) -> Step:
 def _hybrid_transpose(p: Problem) -> Step:
     hybrid = _hybrid(p)
     return Step(
-        plan="hybrid",
         run=lambda: reference.hybrid_transpose(hybrid),
         tensor=lambda transposed: transposed.to_dense(),
         exact=lambda: hybrid.to_dense().t().double(),
@@ -217,14 +202,14 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
     """
     found: list[Candidate | Absent] = []
     inference = name in INFERENCE_STEPS
+    plan = "twell" if inference else "hybrid"
     x, (intermediate, hidden), gated = problem.x, problem.w_up.shape, problem.w_gate is not None
-    block: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "gated": gated, "training": False}
+    sizes: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "gated": gated}
     for backend in backends:
         if backend not in (INFERENCE if inference else TRAINING):
             continue
-        reason = unavailable(backend, x.device) or why_not(backend, device=x.device, dtype=x.dtype, **block)
-        if reason:
-            found.append(Absent(backend, "twell" if inference else "hybrid", reason))
+        if reason := why_not(backend, device=x.device, dtype=x.dtype, **sizes):
+            found.append(Absent(backend, plan, reason))
             continue
         step = INFERENCE_STEPS[name](INFERENCE[backend](), problem) if inference else TRAINING_STEPS[name](problem)
         exact = step.exact()
@@ -235,5 +220,5 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
             if not any(isinstance(other, Candidate) for other in found):
                 found.append(Candidate("dense_eager", "dense", step.dense, plain_error))
         error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
-        found.append(Candidate(backend, step.plan, step.run, error))
+        found.append(Candidate(backend, plan, step.run, error))
     return found

@@ -10,7 +10,7 @@ import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -31,7 +31,7 @@ from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import GIGA, peak_memory
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, Name, named, plan_of
 from experiments.training.block_plans import sparse_backend
-from experiments.training.loss import LossModel, clip_gradients, total_loss
+from experiments.training.loss import LossModel, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
 from twell import Plan, SparseFeedForward, autotune
 from twell.capacity import capacity_for
@@ -66,7 +66,6 @@ class Form(NamedTuple):
 
     @property
     def plan(self) -> str:
-        """The result row's column `plan`."""
         return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
 
     @property
@@ -114,7 +113,7 @@ class TrainingStep:
         """One step; `tokens_BS` is int64 [B, S + 1]. One that runs out of memory leaves nothing of its own behind."""
         try:
             self._backward(self._loss_of(form), form, tokens_BS)
-            clip_gradients(list(self.model.parameters()), self._max_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -175,13 +174,11 @@ class TrainingStep:
             inputs.append(arguments[0].detach().flatten(0, -2).to(self._dtype))
             y_BSK.register_hook(lambda dy_BSK: gradients.append(dy_BSK.flatten(0, -2).to(self._dtype)))
 
-        hooks = [block.register_forward_hook(note) for block in self.blocks]
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.optimizer.zero_grad, set_to_none=True)
+            for block in self.blocks:
+                stack.enter_context(block.register_forward_hook(note))
             self._backward(self._loss, Form("dense products", "dense", l1), tokens_BS)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.optimizer.zero_grad(set_to_none=True)
         return list(zip(inputs, reversed(gradients), strict=True))
 
     def mean_nonzeros(self, tokens_BS: Tensor) -> float:
@@ -197,7 +194,7 @@ class TrainingStep:
             return
         nonzeros = self._nonzeros(tokens_BS)
         if form.backend == AUTO:
-            backend, reason = self._sparse_backend()
+            backend, reason = self.sparse_backend()
             if backend is None:
                 raise BackendUnavailable(reason)
             self._set("dense", keep_stats=bool(form.l1))
@@ -211,22 +208,14 @@ class TrainingStep:
     def unavailable(self, form: Form) -> str:
         """Why this form cannot run here; empty if it can."""
         if form.backend == AUTO:
-            return self._sparse_backend()[1]
-        return "" if form.backend == TRANSFORMERS else unavailable(form.backend, self._device)
+            return self.sparse_backend()[1]
+        return "" if form.backend == TRANSFORMERS else unavailable(form.backend, self.model.device)
 
-    def auto_name(self) -> str:
-        """The backend that AUTO gives sparse layers here; auto where there is none to choose."""
-        backend, _ = self._sparse_backend()
-        return backend or AUTO
-
-    @property
-    def _device(self) -> torch.device:
-        return self.blocks[0].up_proj.weight.device
-
-    def _sparse_backend(self) -> tuple[str | None, str]:
-        intermediate, hidden = self.blocks[0].up_proj.weight.shape
-        gated = self.blocks[0].gate_proj is not None
-        return sparse_backend(self._device, self._dtype, hidden, intermediate, gated)
+    def sparse_backend(self) -> tuple[str | None, str]:
+        """The backend that AUTO gives sparse layers here; where there is none to choose, None and why."""
+        block = self.blocks[0]
+        intermediate, hidden = block.up_proj.weight.shape
+        return sparse_backend(self.model.device, self._dtype, hidden, intermediate, block.gated)
 
     @torch.no_grad()
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
@@ -298,11 +287,10 @@ def _in_any_layer(name: str) -> str:
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
     """The dense forms (of DENSE_FORMS), and forms for each backend where the model has a choice: eager, and with the
     layers around it compiled if a dense form is compiled."""
-    known = {name: DENSE_FORMS[name] for name in dense}
-    found = [Form(name, backend, 0.0, compiled) for name, (backend, compiled) in known.items()]
+    found = [Form(name, DENSE_FORMS[name][0], 0.0, DENSE_FORMS[name][1]) for name in dense]
     compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
-        name = step.auto_name() if backend == AUTO else Name.of(backend).backend
+        name = (step.sparse_backend()[0] or AUTO) if backend == AUTO else Name.of(backend).backend
         found.append(Form(name, backend, l1))
         if compiled:
             found.append(Form(named(name, compiled=True), backend, l1, "layers"))

@@ -57,21 +57,15 @@ class TunedBlock:
         """The block's forward of a problem that `problem` made. In a graph, it is called with copies of the weights,
         and therefore as a function, with the settings that the block has for this number of tokens."""
         block = self._block
-
-        def module(x: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
-            return block(x), None
-
         backend = block.plan.backend_for(len(problem.x))
         if not in_graph:
-            return Form(backend, BY_LAYER, module)
+            return Form(backend, BY_LAYER, lambda x, *_: (block(x), None))
         plan = Plan(backend, block.plan.hot)
-        return Form(
-            backend,
-            BY_LAYER,
-            module,
-            prepare=lambda p: problem_of(block, p.x),
-            run=lambda x, gate, up, down: (sparse_ffn(x, gate, up, down, plan=plan), None),
-        )
+
+        def run(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tuple[Tensor, None]:
+            return sparse_ffn(x, gate, up, down, plan=plan), None
+
+        return Form(backend, BY_LAYER, run, prepare=lambda p: problem_of(block, p.x))
 
 
 def _linear(weight: Tensor) -> nn.Linear:

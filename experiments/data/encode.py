@@ -44,7 +44,6 @@ class Encoder:
         self._cache: dict[str, bytes] = {}
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        """The ids of each text."""
         if self._chunks is None:
             return self._encode_directly(texts)
         chunked = [self._chunks.findall(text) for text in texts]

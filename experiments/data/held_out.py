@@ -51,16 +51,12 @@ def hold_out(source: Source, share: float) -> HeldOut:
     Raises:
         DataError: there is no text, or too little to cut.
     """
-    train = validation = False
-    characters, longest = 0, ""
+    characters, longest, held_out = 0, "", set()
     for text in source.documents():
         characters += len(text)
         longest = max(longest, text, key=len)
-        if document_share(text) < share:
-            validation = True
-        else:
-            train = True
-        if train and validation:
+        held_out.add(document_share(text) < share)
+        if len(held_out) == 2:  # some are, some are not
             return HeldOut(share)
     if not longest:
         raise DataError(f"{source.name} has no text")

@@ -101,7 +101,6 @@ class Counts:
     text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def add(self, split: str, tokens: int, text_bytes: int) -> None:
-        """Count one document."""
         self.tokens[split] += tokens
         self.documents[split] += 1
         self.text_bytes[split] += text_bytes
@@ -117,7 +116,6 @@ class Encoding:
 
     @property
     def end(self) -> bytes:
-        """What ends a document."""
         return numpy.array([self.end_token], dtype=numpy.dtype(self.dtype).newbyteorder("<")).tobytes()
 
     def encoder(self, cores: int | None = None) -> Encoder:

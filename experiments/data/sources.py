@@ -63,7 +63,7 @@ _HUB_NAME = re.compile(
 )
 A_HUB_NAME = "hf:NAME[:CONFIG][@SPLIT] or hf:NAME@REVISION:[CONFIG][@SPLIT]"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
+DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
 log = logging.getLogger(__name__)
 
 
@@ -135,12 +135,7 @@ def open_path(
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def source_of_files(
-    name: str,
-    files: list[Path],
-    text_field: str = "text",
-    cache_dir: str | None = None,
-) -> Source:
+def source_of_files(name: str, files: list[Path], text_field: str = "text", cache_dir: str | None = None) -> Source:
     """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
@@ -169,21 +164,17 @@ def read_file(path: Path, text_field: str) -> Iterator[str]:
     without text, or no others."""
     try:
         if is_kind(path, *TEXT_SUFFIXES):
-            yield from _read_text(path)
+            with open_text(path) as file:
+                while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
+                    yield "".join(lines)
         elif is_kind(path, ".parquet"):
             yield from _texts(_read_parquet(path, text_field), text_field, f"{path}, row")
         else:
             yield from _texts(_read_json_lines(path), text_field, f"{path}, line")
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing") from error
-    except (*_DAMAGE, OSError) as error:
+    except (*DAMAGE, OSError) as error:
         raise DataError(f"{path} is damaged or not UTF-8 text: {type(error).__name__}: {error}") from error
-
-
-def _read_text(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig") as file:
-        while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
-            yield "".join(lines)
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -203,7 +194,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, dict[str, 
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line := line.removeprefix(BYTE_ORDER_MARK).strip():
                 try:
@@ -249,14 +240,13 @@ def _problem(record: Any, text_field: str) -> str:
     return ""
 
 
-def _open_text(path: Path) -> io.TextIOBase:
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf8")
-    if path.name.endswith(".xz"):
-        return lzma.open(path, "rt", encoding="utf8")
-    if path.name.endswith(".zst"):  # the standard library reads zstd from Python 3.14 on only
-        return io.TextIOWrapper(pyarrow.input_stream(str(path), compression="zstd"), encoding="utf8")
-    return path.open(encoding="utf8")
+def open_text(path: Path) -> io.TextIOBase:
+    """UTF-8 text, by its suffix compressed, without a byte-order mark at its beginning."""
+    suffix = path.suffix.lower()
+    if suffix == ".zst":  # the standard library reads zstd from Python 3.14 on only
+        return io.TextIOWrapper(pyarrow.input_stream(str(path), compression="zstd"), encoding="utf-8-sig")
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(suffix, open)
+    return opener(path, "rt", encoding="utf-8-sig")
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------

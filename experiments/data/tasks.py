@@ -8,12 +8,9 @@ comparable.
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
-import lzma
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +23,16 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from analysis import schema
+from experiments.data.sources import DAMAGE, open_text
 from experiments.run.errors import DataError
 from experiments.run.values import shown
 
 TASKS = tuple(schema.TASKS)
 # Folders of the harness's own definitions: reading only these avoids a scan of thousands of files.
 HARNESS_FOLDERS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc", "openbookqa")
+SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
 TEMPLATES = Path(__file__).parents[1] / "configs" / "tasks"
 log = logging.getLogger(__name__)
-OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
 
 
 def task_protocol(source: str, limit: int | None) -> str:
@@ -60,7 +58,7 @@ def find_file(folder: Path, task: str) -> Path:
     Raises:
         FileNotFoundError: if there is none; the message names the files looked for.
     """
-    for suffix in OPENERS:
+    for suffix in SUFFIXES:
         if (path := folder / f"{task}{suffix}").is_file():
             return path
     raise FileNotFoundError(f"no task file {task}.jsonl, {task}.jsonl.xz or {task}.jsonl.gz in {folder}")
@@ -72,11 +70,10 @@ def read_records(path: Path, task: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: at a line that is not a record of the task's format, or in a file without records.
     """
-    opener = OPENERS["".join(path.suffixes[-2:]) if path.suffix != ".jsonl" else ".jsonl"]
     try:
-        with opener(path, "rt", encoding="utf-8-sig") as lines:
+        with open_text(path) as lines:
             records = list(_records(lines, path, task))
-    except (EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except DAMAGE as error:
         raise ValueError(f"{path} is damaged or not UTF-8 text: {error}") from error
     if not records:
         raise ValueError(f"{path} has no records")

@@ -55,7 +55,6 @@ class Checkpoint:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
@@ -144,12 +143,8 @@ def newest_state(run_dir: Path) -> dict[str, Any] | None:
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest undamaged checkpoint of a run, or None. Damaged ones are reported (as warnings) and skipped."""
-
-    def whole(path: Path) -> Path:
-        check(path)
-        return path
-
-    return _newest(Path(run_dir), whole)
+    found = _newest(Path(run_dir), check)
+    return found and found[0]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -169,13 +164,14 @@ def _load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, T
 
 def read_newest(run_dir: Path) -> Checkpoint | None:
     """The content of the newest undamaged checkpoint; None if there is none. Damaged ones are reported and skipped."""
-    return _newest(run_dir, read_checkpoint)
+    found = _newest(run_dir, read_checkpoint)
+    return found and found[1]
 
 
-def _newest(run_dir: Path, read: Callable[[Path], Found]) -> Found | None:
+def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Path, Found] | None:
     for path in _folders(run_dir):
         try:
-            return read(path)
+            return path, read(path)
         except CheckpointError as error:
             log.warning("skipping a damaged checkpoint: %s", error)
     return None
@@ -190,15 +186,11 @@ def has_checkpoints(run_dir: Path) -> bool:
 def load_parameters(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into a model's parameters. Raises `CheckpointError` if they belong to another model."""
     parameters = dict(model.named_parameters())
-    different = {name for name in parameters.keys() | tensors.keys() if _kind(parameters, name) != _kind(tensors, name)}
-    if different:
-        raise CheckpointError(f"the checkpoint is of another model: {', '.join(sorted(different)[:5])} differ")
+    wanted, found = ({name: (t.shape, t.dtype) for name, t in some.items()} for some in (parameters, tensors))
+    if different := sorted({name for name, _ in wanted.items() ^ found.items()}):
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(different[:5])} differ")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
-
-
-def _kind(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, torch.dtype] | None:
-    return (tensors[name].shape, tensors[name].dtype) if name in tensors else None
 
 
 # --- models to use ----------------------------------------------------------------------------------------------------
@@ -214,18 +206,18 @@ def load_trained(
     """
     path = Path(where)
     if os.path.isfile(path / CONFIG):  # noqa: PTH113 (of a name that is too long, Path raises)
-        newest = _newest(path, _checked_model)
+        newest = _newest(path, _check_model)
         if newest is None:
             raise CheckpointError(f"{path} is a run without a whole checkpoint")
         return _load_run(path, *newest, device, dtype)
     if os.path.isfile(path / STATE):  # noqa: PTH113
-        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype)
+        return _load_run(path.resolve().parents[1], path, _check_model(path), device, dtype)
     return load_pretrained(where, device=device, dtype=dtype)
 
 
-def _checked_model(path: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint and its state. Its optimizer, twice as large as the model, is neither read nor checked."""
-    return path, check(path, TENSOR_FILES[:1])
+def _check_model(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint. Its optimizer, twice as large as the model, is neither read nor checked."""
+    return check(path, TENSOR_FILES[:1])
 
 
 def _load_run(

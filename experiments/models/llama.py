@@ -22,8 +22,6 @@ from twell import FFNStats, Plan, SparseFeedForward
 from twell.registry import why_not
 from twell.released import materialize
 
-DENSE = Plan()
-
 
 class ReluFeedForward(SparseFeedForward):
     """The block with sparse activations. torch.compile traces it while it is dense, but not while it is sparse:
@@ -47,7 +45,7 @@ class SiluFeedForward(nn.Module):
     """
 
     activation = "silu"
-    plan = DENSE
+    plan = Plan()
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
         super().__init__()
@@ -156,7 +154,6 @@ def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: to
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:
-    """The transformers configuration of a model of ours."""
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -198,11 +195,7 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool) -> LlamaForCa
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:
     """A freshly initialised `LlamaForCausalLM` with our feed-forward block, dense and with statistics, in every layer.
 

@@ -66,10 +66,7 @@ class LoadedModel:
 
 
 def load_pretrained(
-    name: str | Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    name: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
@@ -83,14 +80,10 @@ def load_pretrained(
         return _load_other(kind, folder, Path(name).name, device, dtype)
     with _checkpoint_errors():
         config, activation, gated, tensors = released.read(folder, device=device, dtype=dtype)
-    try:
+    with _checkpoint_errors(f"{folder / CONFIG} has an invalid value: ", (*WRONG_VALUES, ConfigError)):
         described = _describe(Path(name).name, config, gated)
-    except (*WRONG_VALUES, ConfigError) as error:
-        raise CheckpointError(f"{folder / CONFIG} has an invalid value: {in_one_line(error)}") from error
-    try:
+    with _checkpoint_errors(f"{folder}: ", (*WRONG_VALUES, RuntimeError)):
         model = skeleton(config, activation=activation, gated=gated)
-    except (*WRONG_VALUES, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: {in_one_line(error)}") from error
     fill(model, tensors, device, str(folder))
     described = replace(described, activation=activation)  # type: ignore[arg-type]  # a skeleton accepts only these
     return LoadedModel(model.eval(), _tokenizer_beside(folder), described)
@@ -103,11 +96,12 @@ def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.devi
 
 
 @contextlib.contextmanager
-def _checkpoint_errors() -> Iterator[None]:
+def _checkpoint_errors(what: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Turn errors of these kinds into a `CheckpointError` that begins with `what`."""
     try:
         yield
-    except ValueError as error:
-        raise CheckpointError(in_one_line(error)) from error
+    except kinds as error:
+        raise CheckpointError(what + in_one_line(error)) from error
 
 
 # --- models of other types --------------------------------------------------------------------------------------------
@@ -122,20 +116,17 @@ def _load_other(
         raise CheckpointError(
             f"{folder}: the installed transformers has no model type {kind!r}, and a model's own code is not run"
         )
-    try:
+    wrong_files = (OSError, RuntimeError, SafetensorError, *WRONG_VALUES)
+    with _checkpoint_errors(f"{folder} cannot be loaded: ", wrong_files):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (OSError, RuntimeError, SafetensorError, *WRONG_VALUES) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {in_one_line(error)}") from error
     model, info = loaded
     for what in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info[what])):
             raise CheckpointError(f"{folder}: the weights do not fit the configuration: {what}: {', '.join(wrong[:5])}")
-    try:
+    with _checkpoint_errors(f"{folder}: "):
         activation = _put_blocks(model)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
     model.to(device)
     shape = _shape_of(name, model, activation)
     return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)

@@ -24,20 +24,17 @@ LONGEST = 2048  # tokens per sequence of models that were not trained here
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and its name in the results: the name of its training run, its folder, or its configuration."""
+    """A model, and its name in the results: the name of its training run, its folder, or its configuration.
+
+    `random_seed` is the one that random weights were drawn with; None for others.
+    """
 
     name: str
     loaded: LoadedModel
     random_seed: int | None = None
 
     @property
-    def random(self) -> bool:
-        """Whether its weights are random, drawn with `random_seed`."""
-        return self.random_seed is not None
-
-    @property
     def model(self) -> PreTrainedModel:
-        """The causal language model."""
         return self.loaded.model
 
     @property
@@ -86,12 +83,7 @@ class Subject:
         sequence = sequence or self.sequence_length
         needed = None if max_tokens is None else max(max_tokens, sequence) + 1
         return text_batches(
-            self._data(data, needed),
-            self.loaded.tokenizer,
-            sequence,
-            batch,
-            max_tokens,
-            self.loaded.config.vocab_size,
+            self._data(data, needed), self.loaded.tokenizer, sequence, batch, max_tokens, self.loaded.config.vocab_size
         )
 
     def _data(self, source: str, needed: int | None) -> DataConfig:
@@ -119,7 +111,7 @@ class Subject:
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
         its beginning, repeated if it is too short; for a random model `random_ids`. data, errors: see `batches`."""
-        if self.random:
+        if self.random_seed is not None:
             return self.random_ids(batch, sequence, seed)
         self.check_length(sequence)
         ids_BS = next(self.batches(batch, sequence, batch * (sequence or self.sequence_length), data))

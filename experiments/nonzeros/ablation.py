@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pandas
 import torch
@@ -47,11 +47,10 @@ def without_weakest(
     lines = []
     for share in shares:
         counts: list[Tensor] = []
-        forwards = [
-            functools.partial(_thresholded, block, _quantile(sizes, share), counts)
-            for block, sizes in zip(blocks, sizes_L, strict=True)
-        ]
-        with _replaced(blocks, forwards):
+        with contextlib.ExitStack() as stack:
+            for block, sizes in zip(blocks, sizes_L, strict=True):
+                block.forward = functools.partial(_thresholded, block, _quantile(sizes, share), counts)  # type: ignore[method-assign]
+                stack.callback(vars(block).pop, "forward")
             losses = torch.cat([_losses(model, ids_BS) for ids_BS in batches])
         nonzeros = torch.cat(counts).double().mean().item()
         lines.append({"share": share, "nonzeros": nonzeros, "cross_entropy": losses.double().mean().item()})
@@ -75,7 +74,7 @@ def _activations(model: nn.Module, blocks: Sequence[FeedForward], ids_BS: Tensor
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
-            stack.callback(block.register_forward_pre_hook(keep).remove)
+            stack.enter_context(block.register_forward_pre_hook(keep))
         model(input_ids=ids_BS, use_cache=False)
     return sizes
 
@@ -93,15 +92,3 @@ def _thresholded(block: FeedForward, threshold: float, counts: list[Tensor], x_B
     counts.append((active_BSN != 0).sum(-1).flatten())
     h_BSN = active_BSN if block.gate_proj is None else active_BSN * block.up_proj(x_BSK)
     return block.down_proj(h_BSN)
-
-
-@contextlib.contextmanager
-def _replaced(blocks: Sequence[FeedForward], forwards: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Blocks that compute these functions until the end of the `with` statement."""
-    for block, forward in zip(blocks, forwards, strict=True):
-        block.forward = forward  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        for block in blocks:
-            vars(block).pop("forward")

@@ -47,12 +47,7 @@ class LayerActivity:
     """Counters of one layer. `add` batches, then read; every count is exact (int64)."""
 
     def __init__(
-        self,
-        intermediate: int,
-        vocabulary: int,
-        sequence: int,
-        groups: Sequence[int],
-        device: torch.device | str,
+        self, intermediate: int, vocabulary: int, sequence: int, groups: Sequence[int], device: torch.device | str
     ):
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
@@ -117,7 +112,6 @@ class LayerActivity:
         return torch.searchsorted(cumulative_N1, wanted).tolist()
 
     def maximum(self) -> int:
-        """Largest count of any token."""
         return int(self.histogram_N1.nonzero().max())
 
     def silent_fraction(self) -> float:
@@ -142,7 +136,6 @@ class MaskRecorder:
     def __init__(self, tokens: int):
         self._wanted = tokens
         self._packed: dict[int, list[numpy.ndarray]] = {}
-        self._kept: dict[int, int] = {}
         self._ids: list[numpy.ndarray] = []
         self._positions: list[numpy.ndarray] = []
 
@@ -156,12 +149,10 @@ class MaskRecorder:
 
     def add(self, layer: int, active_BSN: torch.Tensor) -> None:
         """Keep the part of this batch that is still wanted."""
-        room = self._wanted - self._kept.get(layer, 0)
-        if room <= 0:
-            return
-        rows_TN = active_BSN.flatten(0, 1)[:room].cpu().numpy()
-        self._packed.setdefault(layer, []).append(numpy.packbits(rows_TN, axis=1))
-        self._kept[layer] = self._kept.get(layer, 0) + len(rows_TN)
+        room = self._wanted - sum(map(len, self._packed.get(layer, [])))
+        if room > 0:
+            rows_TN = active_BSN.flatten(0, 1)[:room].cpu().numpy()
+            self._packed.setdefault(layer, []).append(numpy.packbits(rows_TN, axis=1))
 
     def tokens(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Ids of the tokens, and their positions in their sequences: int64 [tokens]; a position of 0 begins one."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from experiments.models.llama import FeedForward, SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.models.llama import FeedForward, SiluFeedForward, activation_weight, feed_forward_blocks, nonzeros_of
 from experiments.nonzeros.counters import LayerActivity, MaskRecorder
 from experiments.run.errors import RunError
 
@@ -22,14 +22,7 @@ COUNT_TOLERANCE = 1e-3
 class Gatherer:
     """Counts what every feed-forward block of a model does, through hooks that change no result."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        vocabulary: int,
-        sequence: int,
-        groups: list[int],
-        mask_tokens: int,
-    ):
+    def __init__(self, model: nn.Module, vocabulary: int, sequence: int, groups: list[int], mask_tokens: int):
         self.blocks = feed_forward_blocks(model)
         self.masks = MaskRecorder(mask_tokens)
         self.token_count_V = torch.zeros(vocabulary, dtype=torch.int64)
@@ -52,7 +45,7 @@ class Gatherer:
 
         with contextlib.ExitStack() as stack:
             for index, block in enumerate(self.blocks):
-                stack.callback(block.register_forward_hook(functools.partial(count, index)).remove)
+                stack.enter_context(block.register_forward_hook(functools.partial(count, index)))
             model.base_model(ids_BS, use_cache=False)
 
     def check(self) -> float:
@@ -71,6 +64,5 @@ class Gatherer:
 def block_activity(block: FeedForward, x_BSK: Tensor) -> Tensor:
     """Which neurons of a feed-forward block fire for x: bool [B, S, N]; gate (or up, if non-gated) not zero after its
     activation."""
-    projection = block.up_proj if block.gate_proj is None else block.gate_proj
     activation = F.silu if isinstance(block, SiluFeedForward) else F.relu
-    return activation(projection(x_BSK)) != 0
+    return activation(F.linear(x_BSK, activation_weight(block))) != 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pandas
 import torch
@@ -54,34 +55,30 @@ def _by_layer(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
 
 def _by_neuron(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
     """Share of the tokens for which each neuron fires."""
-    rates = [layer.fired_N.cpu().double() / layer.tokens for layer in layers]
-    parts = [
-        pandas.DataFrame({"layer": index, "neuron": range(len(rate_N)), "rate": rate_N})
-        for index, rate_N in enumerate(rates)
-    ]
+    return _together(
+        {"neuron": range(len(layer.fired_N)), "rate": layer.fired_N.cpu().double() / layer.tokens} for layer in layers
+    )
+
+
+def _together(columns: Iterable[dict[str, Any]]) -> pandas.DataFrame:
+    """One table of the columns of each layer, in layer order."""
+    parts = [pandas.DataFrame({"layer": index, **of_layer}) for index, of_layer in enumerate(columns)]
     return pandas.concat(parts, ignore_index=True)
 
 
 def _histogram(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
     """Tokens by their number of non-zeros; counts that no token has are left out."""
-    parts = []
-    for index, layer in enumerate(layers):
-        tokens_N1 = layer.histogram_N1.cpu()
-        (nonzeros,) = tokens_N1.nonzero(as_tuple=True)
-        parts.append(pandas.DataFrame({"layer": index, "nonzeros": nonzeros, "tokens": tokens_N1[nonzeros]}))
-    return pandas.concat(parts, ignore_index=True)
+    counts = [layer.histogram_N1.cpu() for layer in layers]
+    return _together({"nonzeros": count.nonzero()[:, 0], "tokens": count[count > 0]} for count in counts)
 
 
 def _by_position(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
-    parts = []
-    for index, layer in enumerate(layers):
-        sums_S, tokens_S = layer.position_S.cpu(), layer.position_tokens_S.cpu()
-        read = tokens_S > 0
-        mean = sums_S[read].double() / tokens_S[read]
-        (position,) = read.nonzero(as_tuple=True)
-        columns = {"layer": index, "position": position, "mean": mean, "tokens": tokens_S[read]}
-        parts.append(pandas.DataFrame(columns))
-    return pandas.concat(parts, ignore_index=True)
+    """Mean non-zeros at each position that was read."""
+    sums = [(layer.position_S.cpu(), layer.position_tokens_S.cpu()) for layer in layers]
+    return _together(
+        {"position": range(len(tokens_S)), "mean": sum_S.double() / tokens_S, "tokens": tokens_S}
+        for sum_S, tokens_S in sums
+    ).query("tokens > 0")
 
 
 def _by_token(

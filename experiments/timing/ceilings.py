@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from experiments.run.results import make_row
 from experiments.timing.compare import check
 from experiments.timing.measure import GIGA, Call, time_alternatives
-from experiments.timing.options import CEILINGS, TimingConfig
+from experiments.timing.options import TimingConfig
 from experiments.timing.power import energy_meter, power_state
 from twell.testing import relative_error, tolerance
 
@@ -64,7 +64,7 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
     """The row of a ceiling: its highest rate over the ways to reach it, with its spread.
 
     Args:
-        op: one of CEILINGS.
+        op: one of `experiments.timing.options.CEILINGS`.
         tokens: M, for ceiling_matmul; the others have no M.
         columns: further columns (study, item).
 
@@ -104,12 +104,11 @@ def _ways(op: str, shape: Shape, tokens: int | None) -> Iterator[Ceiling]:
             yield _product(shape, tokens)
         case "ceiling_gather":
             yield from _gathers(shape)
-        case _:
-            raise ValueError(f"ceilings are {', '.join(CEILINGS)}, got {op!r}")
 
 
 def _product(shape: Shape, tokens: int) -> Ceiling:
-    generator, device = _generator(shape.device), shape.device
+    device = shape.device
+    generator = torch.Generator(device).manual_seed(0)
     x_MK = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(shape.dtype)
     w_NK = torch.randn(shape.intermediate, shape.hidden, generator=generator, device=device) / shape.hidden**0.5
     w_NK = w_NK.to(shape.dtype)
@@ -126,7 +125,7 @@ def _product(shape: Shape, tokens: int) -> Ceiling:
 
 
 def _gathers(shape: Shape) -> Iterator[Ceiling]:
-    generator = _generator(shape.device)
+    generator = torch.Generator(shape.device).manual_seed(0)
     rows = shape.intermediate * (2 if shape.gated else 1)
     table = torch.randn(rows, shape.hidden, generator=generator, device=shape.device).to(shape.dtype)
     row_bytes = shape.hidden * table.element_size()
@@ -152,7 +151,3 @@ def _embedding_gather(table: Tensor, picks: Tensor, amount: float) -> Ceiling:
     plain_error = relative_error(table[picks[0]].sum(0), exact)
     error = check("embedding_bag", relative_error(call()[0], exact), tolerance(plain_error, table.dtype))
     return Ceiling("embedding_bag", call, amount, error)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)

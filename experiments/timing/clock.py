@@ -18,7 +18,6 @@ class Stopwatch:
         self._paused: float | None = None
 
     def start(self) -> None:
-        """Start counting."""
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
@@ -37,17 +36,10 @@ class Stopwatch:
             self._paused = None
 
 
-class Limits:
-    """`run.max_seconds` and `run.max_steps`, counted from construction."""
-
-    def __init__(self, config: RunConfig, step: int) -> None:
-        self._config, self._first, self._started = config, step, time.monotonic()
-
-    def reason(self, step: int) -> str | None:
-        """The limit that is reached after `step`; None if none is."""
-        config = self._config
-        if config.max_steps is not None and step - self._first >= config.max_steps:
-            return f"run.max_steps={config.max_steps}"
-        if config.max_seconds is not None and time.monotonic() - self._started >= config.max_seconds:
-            return f"run.max_seconds={config.max_seconds}"
-        return None
+def limit_reached(config: RunConfig, steps: int, seconds: float) -> str | None:
+    """The limit that one process has reached after so many steps and seconds; None if none is."""
+    if config.max_steps is not None and steps >= config.max_steps:
+        return f"run.max_steps={config.max_steps}"
+    if config.max_seconds is not None and seconds >= config.max_seconds:
+        return f"run.max_seconds={config.max_seconds}"
+    return None

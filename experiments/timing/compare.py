@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from analysis.schema import LARGER_IS_BETTER
 from experiments.run.results import make_row
-from experiments.timing.measure import Call, Measurement, Timing, host_time, missing, peak_memory, time_alternatives
-from experiments.timing.options import ALL_METRICS, TimingConfig
-from experiments.timing.power import EnergyMeter, Unavailable, energy_meter, power_state
+from experiments.timing.measure import Call, Measurement, host_time, missing, peak_memory, time_alternatives
+from experiments.timing.options import TimingConfig
+from experiments.timing.power import NvmlMeter, Unavailable, energy_meter, power_state
 
 # Metrics of one call, which calls of different sizes do not share.
 PER_CALL = frozenset({"time", "host_time", "held_memory"})
@@ -89,7 +90,7 @@ def compare(
     """Measure the alternatives of one operation in one run.
 
     Args:
-        metrics: which of ALL_METRICS to measure.
+        metrics: which of `experiments.timing.options.ALL_METRICS` to measure.
         baseline: backend of the candidate that ratios refer to; empty: the one of plan "dense" with the highest
             throughput. Without one, there are no ratios.
         tokens: tokens in one call.
@@ -98,12 +99,7 @@ def compare(
     Returns:
         A row for each alternative and metric, and for what is `known` of a candidate. For an alternative that cannot
         run, with the reason instead of a value.
-
-    Raises:
-        ValueError: for a metric that is not known.
     """
-    if unknown := [metric for metric in metrics if metric not in ALL_METRICS]:
-        raise ValueError(f"metrics must be of {', '.join(ALL_METRICS)}, got {', '.join(unknown)}")
     candidates = [a for a in alternatives if isinstance(a, Candidate)]
     meter = energy_meter(device)
     common = {**columns, "device": device, "tokens": tokens, "power_state": power_state(meter)}
@@ -142,7 +138,7 @@ def _identity(alternative: Candidate | Absent) -> dict[str, Any]:
 def _measure(
     candidates: Sequence[Candidate],
     device: torch.device,
-    meter: EnergyMeter | Unavailable,
+    meter: NvmlMeter | Unavailable,
     timing: TimingConfig,
     metrics: Sequence[str],
     tokens: int,
@@ -151,28 +147,19 @@ def _measure(
     if not candidates:
         return {}
     timings = time_alternatives({c.name: c.call for c in candidates}, device, meter, **vars(timing))
-    measured = {}
+    measured: dict[tuple[str, str], Measurement] = {}
     for candidate in candidates:
-        for metric in {"throughput", *metrics}:
-            value = _one(metric, candidate, timings[candidate.name], device, candidate.tokens or tokens)
-            measured[candidate.name, metric] = value
+        timed, own_tokens = timings[candidate.name], candidate.tokens or tokens
+        measures: dict[str, Callable[[], Measurement]] = {
+            "time": timed.time,
+            "throughput": partial(timed.throughput, own_tokens),
+            "energy": partial(timed.energy, own_tokens),
+            "peak_memory": partial(peak_memory, candidate.call, device, candidate.inputs),
+            "host_time": partial(host_time, candidate.call, device),
+            "held_memory": candidate.held or partial(missing, "nothing is kept for a backward"),
+        }
+        measured |= {(candidate.name, metric): measures[metric]() for metric in {"throughput", *metrics}}
     return measured
-
-
-def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device, tokens: int) -> Measurement:
-    match metric:
-        case "time":
-            return timing.time()
-        case "throughput":
-            return timing.throughput(tokens)
-        case "energy":
-            return timing.energy(tokens)
-        case "peak_memory":
-            return peak_memory(candidate.call, device, candidate.inputs)
-        case "host_time":
-            return host_time(candidate.call, device)
-        case _:
-            return candidate.held() if candidate.held else missing("nothing is kept for a backward")
 
 
 def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ def why_no_graph(device: torch.device) -> str:
 
 
 def l2_cache_bytes(device: torch.device) -> int:
-    """The size of a CUDA device's L2 cache."""
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 

@@ -3,7 +3,6 @@ options use."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +15,6 @@ WITH_ORDERED, WITH_LIVE = "+ordered", "+live"
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
 SUFFIXES = (WITH_HOT, WITH_BACKUP, WITH_HOT + WITH_BACKUP, WITH_ORDERED, WITH_LIVE)
-_NAME = re.compile(
-    "(?s:(?P<backend>.*?))(?:(?P<neurons>{})?(?P<backup>{})?|(?P<in_order>{}|{}))".format(
-        *map(re.escape, (WITH_HOT, WITH_BACKUP, WITH_ORDERED, WITH_LIVE))
-    )
-)
 _PLANS = {WITH_HOT: HOT_PLANS, WITH_ORDERED: ORDERED_PLANS, WITH_LIVE: LIVE_PLANS}
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 TRANSFORMERS = "transformers"  # as a backend of a whole model: blocks that compute as transformers' do
@@ -38,9 +32,8 @@ class Name(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Name:
         """Parse a backend's name, with one of SUFFIXES or nothing behind it."""
-        found = _NAME.fullmatch(name)
-        assert found is not None  # the pattern takes any text
-        return cls(found["backend"], found["neurons"] or found["in_order"] or "", found["backup"] is not None)
+        suffix = max(filter(name.endswith, ("", *SUFFIXES)), key=len)
+        return cls(name.removesuffix(suffix), suffix.removesuffix(WITH_BACKUP), suffix.endswith(WITH_BACKUP))
 
     @property
     def plain(self) -> bool:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import pynvml
 import torch
 
 # The counter advances every 20 to 100 ms: reading it more often than this only costs host time.
 READ_INTERVAL_SECONDS = 0.01
-
-
-class EnergyMeter(Protocol):
-    """A counter of the energy that a device used since some fixed moment."""
-
-    def millijoules(self) -> int:
-        """Current count."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ def energy_meter(device: torch.device) -> NvmlMeter | Unavailable:
     return meter
 
 
-def power_state(meter: EnergyMeter | Unavailable) -> str:
+def power_state(meter: NvmlMeter | Unavailable) -> str:
     """The column `power_state` of a sustained loop: with the power limit where NVML tells it."""
     if not isinstance(meter, NvmlMeter):
         return "sustained"
@@ -78,7 +69,7 @@ class PowerSlope:
     calls that are being timed, and the device would run out of work meanwhile.
     """
 
-    def __init__(self, meter: EnergyMeter, clock=time.perf_counter):
+    def __init__(self, meter: NvmlMeter, clock=time.perf_counter):
         self._meter, self._clock = meter, clock
         self._count = meter.millijoules()
         self._advances: list[tuple[float, int]] = []
@@ -98,7 +89,6 @@ class PowerSlope:
             self.read()
 
     def read(self) -> None:
-        """Read the counter once."""
         now, count = self._clock(), self._meter.millijoules()
         if count != self._count:
             self._count = count

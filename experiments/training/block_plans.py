@@ -64,8 +64,8 @@ def sparse_backend(
 def build_plans(config: TrainConfig, blocks: Sequence[FeedForward], group: Processes) -> BlockPlans:
     """The plans of a run. All processes have the same sparse backend, or all blocks stay dense."""
     model, sparse = config.model, config.execution.sparse
-    backend: str | None = sparse.backend
-    if sparse.backend == AUTO and model.activation != "silu":
+    backend: str | None = DENSE if model.activation == "silu" else sparse.backend
+    if backend == AUTO:
         sizes = (model.hidden_size, model.intermediate_size, model.gated)
         backend, reason = sparse_backend(group.device, getattr(torch, config.training.precision), *sizes)
         backends = set(group.all_gather(backend))
@@ -73,8 +73,6 @@ def build_plans(config: TrainConfig, blocks: Sequence[FeedForward], group: Proce
             backend, reason = None, "not all processes have the same: " + ", ".join(sorted(map(str, backends)))
         if backend is None:
             log.info("execution.sparse.backend=auto: every layer stays dense (%s)", reason)
-    if model.activation == "silu":
-        backend = None
     return BlockPlans(blocks, sparse, backend or DENSE, compiled=config.execution.compile)
 
 
@@ -101,7 +99,6 @@ class BlockPlans:
 
     @property
     def backends(self) -> list[str]:
-        """The backend of each layer."""
         return [block.plan.backend for block in self._blocks]
 
     @property
@@ -154,7 +151,6 @@ class BlockPlans:
             self._fitted[layer] = now[layer]
 
     def _fit(self, block: SparseFeedForward, nonzeros: float, rates_N: Tensor | None) -> None:
-        """Fit hot neurons and capacity of a sparse block."""
         present = block.current_capacity
         if rates_N is not None:
             # On the CPU: running sums on a GPU may differ in the last bit, and then the processes' choices might, too.

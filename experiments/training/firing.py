@@ -6,7 +6,6 @@ measured on the same held-out tokens, so steps differ only in the weights.
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
     layers, neurons = rates_LN.shape
     new = pandas.DataFrame(
         {
+            **columns,
             "step": step,
             "tokens": tokens,
             "layer": [layer for layer in range(layers) for _ in range(neurons)],
@@ -43,9 +43,7 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
             "rate": rates_LN.flatten().float().cpu().numpy(),
         }
     )
-    for position, (name, value) in enumerate(columns.items()):
-        new.insert(position, name, value)
-    path, parts, buffer = run_dir / FILE, [new], io.BytesIO()
+    path, parts = run_dir / FILE, [new]
     if path.is_file():
         try:
             with storage_errors(path, "firing rates"):
@@ -53,5 +51,5 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
         except (ArrowInvalid, ValueError) as error:
             restored = "the same command restores it from the last checkpoint"
             raise DataError(f"{path} is damaged: {error}; {restored}") from error
-    pandas.concat(parts, ignore_index=True).to_parquet(buffer, index=False, compression="zstd")
-    write_atomic(path, buffer.getvalue(), "firing rates")
+    content = pandas.concat(parts, ignore_index=True).to_parquet(index=False, compression="zstd")
+    write_atomic(path, content, "firing rates")

@@ -37,24 +37,16 @@ class HotExemption:
     def update(self, rates_LN: Tensor) -> None:
         """Add the firing rates of a step, float [L, N], and choose the exempt neurons anew."""
         rates_LN = rates_LN.float()
-        self.rates_LN = rates_LN if self.rates_LN is None else torch.lerp(rates_LN, self.rates_LN, KEPT)
-        self._choose()
+        self._choose(rates_LN if self.rates_LN is None else torch.lerp(rates_LN, self.rates_LN, KEPT))
 
-    def _choose(self) -> None:
-        assert self.rates_LN is not None
-        hottest = self.rates_LN.topk(self.count, dim=1).indices
-        self._weight_LN.fill_(1.0).scatter_(1, hottest, 0.0)
+    def _choose(self, rates_LN: Tensor) -> None:
+        self.rates_LN = rates_LN
+        self._weight_LN.fill_(1.0).scatter_(1, rates_LN.topk(self.count, dim=1).indices, 0.0)
 
     def state(self) -> list[list[float]] | None:
         """The moving average as JSON values, which keep every bit of a float32."""
         return None if self.rates_LN is None else self.rates_LN.tolist()
 
     def restore(self, state: list[list[float]] | None) -> None:
-        """Restore a `state`. Raises ValueError for one of another model."""
-        if state is None:
-            return
-        rates_LN = torch.tensor(state, dtype=torch.float32, device=self._weight_LN.device)
-        if rates_LN.shape != self._weight_LN.shape:
-            raise ValueError(f"firing rates of {list(rates_LN.shape)}, wanted {list(self._weight_LN.shape)}")
-        self.rates_LN = rates_LN
-        self._choose()
+        if state is not None:
+            self._choose(torch.tensor(state, dtype=torch.float32, device=self._weight_LN.device))

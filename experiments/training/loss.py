@@ -5,7 +5,7 @@ Shapes: B sequences, S positions, K hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
 
 import torch
 from torch import Tensor, nn
@@ -68,21 +68,14 @@ def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
     def note(block: FeedForward, arguments: tuple[Tensor, ...]) -> None:
         found.append(hot.firing_rates(arguments[0], activation_weight(block)))
 
-    hooks = [block.register_forward_pre_hook(note) for block in blocks]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            loss_model(tokens_BS)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.register_forward_pre_hook(note))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        loss_model(tokens_BS)
     return found
 
 
 def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
     """The loss to differentiate. With a coefficient of 0, the L1 term is not part of the backward pass."""
     return cross_entropy + coefficient * l1 if coefficient else cross_entropy
-
-
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to `max_norm` and return their norm before, on the device (no synchronisation)."""
-    return nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -32,9 +32,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     path = run_dir / METRICS
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    lines = path.read_text().split("\n")[:-1]
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
@@ -114,11 +112,7 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     memory: Record = {"missing": "the CPU has no counter of allocated memory"}
     if device.type == "cuda":
         memory = {"value": max(record["memory_gb"] for record in records), "n": 1}
-    return [
-        *rows,
-        make_row(**known, metric="throughput", **speed),
-        make_row(**known, metric="peak_memory", **memory),
-    ]
+    return [*rows, make_row(**known, metric="throughput", **speed), make_row(**known, metric="peak_memory", **memory)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -94,8 +94,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     wanted = {f"{name}/{key}": (p.shape, p.dtype) for name, p in parameters.items() for key in MOMENTS}
     wanted |= {f"{name}/{STEPS}": (torch.Size(()), torch.float32) for name in parameters}
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    if different:
+    if different := sorted({name for name, _ in wanted.items() ^ found.items()}):
         raise CheckpointError(f"the optimizer's state is of another model: {', '.join(different[:5])} differ")
     state: dict[int, dict[str, Tensor]] = {}
     for number, name in enumerate(names):

@@ -1,39 +1,14 @@
-"""Saves and restores the states of all random generators, within a process or as JSON values."""
+"""Saves and restores the states of all random generators, as JSON values."""
 
 from __future__ import annotations
 
 import base64
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-
-
-class RandomState(NamedTuple):
-    """The states of Python's, numpy's and torch's generators (of the CPU, and of this process's GPU if it is used)."""
-
-    python: tuple
-    numpy: tuple
-    torch: Tensor
-    cuda: Tensor | None
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """The current states. Takes microseconds: the states are on the host, so nothing waits for the GPU."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        numbers = numpy.random.get_state(legacy=True)  # noqa: NPY002
-        assert isinstance(numbers, tuple)  # as legacy=True says
-        return cls(random.getstate(), numbers, torch.get_rng_state(), cuda)
-
-    def apply(self) -> None:
-        """Restore these states."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)  # noqa: NPY002
-        torch.set_rng_state(self.torch)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
 
 
 def seed_all(seed: int) -> None:
@@ -44,15 +19,16 @@ def seed_all(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """`RandomState.now()` as JSON values."""
-    state = RandomState.now()
-    version, numbers, gauss = state.python
-    name, keys, position, has_gauss, cached = state.numpy
+    """The states of Python's, numpy's and torch's generators (of the CPU, and of this process's GPU if it is used) as
+    JSON values. They are on the host, so nothing waits for the GPU."""
+    version, numbers, gauss = random.getstate()
+    of_numpy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
+    name, keys, *rest = of_numpy
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-        "torch": encode(state.torch),
-        "cuda": None if state.cuda is None else encode(state.cuda),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": encode(torch.get_rng_state()),
+        "cuda": encode(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
 
 
@@ -60,12 +36,11 @@ def restore(values: dict[str, Any]) -> None:
     """The inverse of `capture`."""
     version, numbers, gauss = values["python"]
     name, keys, *rest = values["numpy"]
-    RandomState(
-        python=(version, tuple(numbers), gauss),
-        numpy=(name, numpy.array(keys, dtype=numpy.uint32), *rest),
-        torch=decode(values["torch"]),
-        cuda=None if values["cuda"] is None else decode(values["cuda"]),
-    ).apply()
+    random.setstate((version, tuple(numbers), gauss))
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(decode(values["torch"]))
+    if values["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(decode(values["cuda"]))
 
 
 def encode(state: Tensor) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.run.config import to_dict
 from experiments.run.errors import ConfigError
@@ -15,8 +15,6 @@ from experiments.run.files import sha256_json
 from experiments.run.train_config import TrainConfig
 from experiments.training.metrics import Record
 
-TENSORBOARD = "tensorboard"
-WANDB = "wandb"
 LAYER_METRICS = ("nonzeros", "dead_fraction")
 WHOLE_MODEL = (
     "cross_entropy",
@@ -28,77 +26,57 @@ WHOLE_MODEL = (
     "tokens_per_s",
     "memory_gb",
 )
+Write = Callable[[int, dict[str, float]], None]  # of a step and its numbers by name
 
 
-class Tracker(Protocol):
-    """A destination of records."""
+@contextlib.contextmanager
+def _tensorboard(config: TrainConfig, step: int) -> Iterator[Write]:
+    """Event files in `<run's folder>/tensorboard`. When a run continues, TensorBoard hides repeated steps."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    folder = str(config.run.folder / "tensorboard")
+    with SummaryWriter(folder, purge_step=step + 1 if step else None) as writer:
 
-    def close(self) -> None: ...
+        def write(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
 
-
-class TensorBoard:
-    """Event files in `<run's folder>/tensorboard`. When a run continues, TensorBoard hides repeated steps.
-
-    Args:
-        step: optimizer steps done before.
-    """
-
-    def __init__(self, config: TrainConfig, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(config.run.folder / TENSORBOARD), purge_step=step + 1 if step else None)
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+        yield write
 
 
-class WeightsAndBiases:
+@contextlib.contextmanager
+def _wandb(config: TrainConfig, step: int) -> Iterator[Write]:
     """A run in the project with the study's name. Account, entity and offline mode come from WANDB_API_KEY,
     WANDB_ENTITY and WANDB_MODE, as W&B documents them; our files do not contain them."""
-
-    def __init__(self, config: TrainConfig, step: int) -> None:
-        wandb = importlib.import_module(WANDB)
-        folder = config.run.folder.absolute()
-        self._run = wandb.init(
-            project=config.run.study,
-            name=config.run.item,
-            id=sha256_json([str(folder), config.run.study, config.run.item])[:16],  # the same run after a restart
-            resume="allow",
-            dir=str(folder),
-            config=to_dict(config),
-        )
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    folder = config.run.folder.absolute()
+    run = importlib.import_module("wandb").init(
+        project=config.run.study,
+        name=config.run.item,
+        id=sha256_json([str(folder), config.run.study, config.run.item])[:16],  # the same run after a restart
+        resume="allow",
+        dir=str(folder),
+        config=to_dict(config),
+    )
+    try:
+        yield lambda step, values: run.log(values, step=step)
+    finally:
+        run.finish()
 
 
-# Name in run.log -> the package that it needs, and its tracker.
-TRACKERS: dict[str, tuple[str, Callable[[TrainConfig, int], Tracker]]] = {
-    "tensorboard": (TENSORBOARD, TensorBoard),
-    "wandb": (WANDB, WeightsAndBiases),
-}
+# By the name in run.log, which is that of the package that it needs; `step`: optimizer steps done before.
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises:
     ConfigError: a package that one of them needs is not installed.
     """
-    for name in names:
-        package, _ = TRACKERS[name]
+    for package in names:
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"run.log=[{name}] needs the package {package}: python -m pip install {package} ({error})"
+                f"run.log=[{package}] needs the package {package}: python -m pip install {package} ({error})"
             ) from error
 
 
@@ -110,15 +88,11 @@ def trackers(config: TrainConfig, step: int) -> Iterator[Callable[[Record], None
         step: optimizer steps done before.
     """
     with contextlib.ExitStack() as stack:
-        opened = [TRACKERS[name][1](config, step) for name in config.run.log]
-        for tracker in opened:
-            stack.callback(tracker.close)
+        writers = [stack.enter_context(TRACKERS[name](config, step)) for name in config.run.log]
 
         def send(record: Record) -> None:
-            if opened:
-                values = scalars(record)
-                for tracker in opened:
-                    tracker.write(record["step"], values)
+            for write in writers:
+                write(record["step"], scalars(record))
 
         yield send
 

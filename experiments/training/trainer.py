@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from experiments.data.batches import Tokens, TokenStream, count_windows, windows
 from experiments.models.checkpoint import (
@@ -32,11 +34,11 @@ from experiments.run.files import storage_errors
 from experiments.run.results import write_rows
 from experiments.run.signals import StopRequest
 from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
-from experiments.timing.clock import Limits, Stopwatch
+from experiments.timing.clock import Stopwatch, limit_reached
 from experiments.training import firing, hot_exempt, metrics, random_state
 from experiments.training.block_plans import build_plans
 from experiments.training.dead_neurons import Activity, Reinitialiser
-from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.loss import LossModel, firing_rates, total_loss
 from experiments.training.optimizer import (
     build_optimizer,
     consolidate_optimizer,
@@ -122,7 +124,7 @@ class Trainer:
         """Train to the end, then write the result rows."""
         options, first = self.config.run, self.group.first
         progress = Progress(options.item, self.step, self.steps, options.progress if first else "none")
-        limits = Limits(options, self.step)
+        first_step, began = self.step, time.monotonic()
         request.graceful = True
         self.clock.start()
         sending = trackers(self.config, self.step) if first else nullcontext(lambda record: None)
@@ -134,7 +136,7 @@ class Trainer:
                     self._show(record, progress)
                     with self.clock.paused():
                         send(record)
-                limit = limits.reason(step)
+                limit = limit_reached(options, step - first_step, time.monotonic() - began)
                 stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
                 if stop:
                     # A limit or a signal may have come to another process alone; why they stop is the same for all.
@@ -199,7 +201,7 @@ class Trainer:
         count_neurons = logged or self.reinitialiser is not None
         self._keep_stats(bool(count_neurons or coefficient))
         sums = self._accumulate(index, coefficient, count_neurons)
-        grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
+        grad_norm = clip_grad_norm_(self.parameters, config.optimizer.max_grad_norm)
         self.diverged |= ~torch.isfinite(grad_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
