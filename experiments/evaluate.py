@@ -25,7 +25,7 @@ from experiments.run.config import entry, option, section
 from experiments.run.errors import DataError, RunError
 from experiments.run.output import OutputConfig, Rows, device_of, device_option, results_folder, write_results
 from experiments.run.results import make_row
-from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
+from experiments.run.train_config import LARGEST_SIZE, TEXT_SOURCE
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -60,7 +60,6 @@ class EvaluateConfig:
         "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
         "model was trained on. Validation split: of hf: as much is read as it takes to hold out evaluation_tokens",
         pattern=TEXT_SOURCE,
-        described=A_TEXT_SOURCE,
     )
     evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens", minimum=1)
     batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)

@@ -21,7 +21,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.files import storage_errors
 from experiments.run.output import OutputConfig, Rows, device_of, device_option, results_folder, write_results
 from experiments.run.results import make_row
-from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
+from experiments.run.train_config import LARGEST_SIZE, TEXT_SOURCE
 from twell.names import check_name
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class GatherConfig:
         "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
         "model was trained on. Validation split: of hf: as much is read as it takes to hold out `tokens`",
         pattern=TEXT_SOURCE,
-        described=A_TEXT_SOURCE,
     )
     tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7, minimum=1)
     sequence: int = option(

@@ -51,25 +51,17 @@ class Cost:
         return self.runs * self.gpu_hours
 
 
-def parameters(model: ModelConfig) -> int:
-    """Weights of the matrices: attention, feed-forward blocks, and the embedding once."""
-    head = model.hidden_size // model.attention_heads
-    attention = model.hidden_size * head * 2 * (model.attention_heads + model.key_value_heads)
-    feed_forward = (3 if model.gated else 2) * model.hidden_size * model.intermediate_size
-    return model.layers * (attention + feed_forward) + model.vocab_size * model.hidden_size
-
-
 def flops_per_token(model: ModelConfig, sequence: int) -> int:
-    """Operations per token of a dense training step: 6 for each weight (the embedding counts as output head), and the
+    """Operations per token of a dense training step: 6 for each weight (tied embeddings are the output head's), and the
     scores and sums of causal attention, which sees half of the sequence on average."""
-    return 6 * parameters(model) + 6 * model.layers * model.hidden_size * sequence
+    return 6 * model.parameters + 6 * model.layers * model.hidden_size * sequence
 
 
 def tokens_per_second(model: ModelConfig, sequence: int) -> float:
     """Throughput of one GPU, at the rate of operations of the measured model that is nearest in size."""
 
     measured = [parse(TrainConfig, [f"model={name}"]) for name in MEASURED]
-    nearest = min(measured, key=lambda other: abs(math.log(parameters(other.model) / parameters(model))))
+    nearest = min(measured, key=lambda other: abs(math.log(other.model.parameters / model.parameters)))
     operations = MEASURED[nearest.model.name] * flops_per_token(nearest.model, nearest.training.sequence_length)
     return operations / flops_per_token(model, sequence)
 
@@ -83,7 +75,7 @@ def costs(trainings: list[TrainConfig]) -> list[Cost]:
     for (name, tokens), runs in alike.items():
         first = runs[0]
         speed = tokens_per_second(first.model, first.training.sequence_length)
-        kept = parameters(first.model) * CHECKPOINT_BYTES * first.run.keep_checkpoints
+        kept = first.model.parameters * CHECKPOINT_BYTES * first.run.keep_checkpoints
         models.append(Cost(name, len(runs), tokens, speed, tokens / speed / 3600, kept))
     return models
 

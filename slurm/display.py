@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -37,18 +36,11 @@ COLOURS = {
     State.DONE: "green",
 }
 ORDER = list(COLOURS)
+Line = dict[str, str]  # one item of the table: a cell for each of `COLUMNS`
 TABLE_SECONDS, LINES_SECONDS = 1.0, 20.0
 TRUSTED_SECONDS = 60.0  # so much is taken to have gone as expected: the first minute says little of the rest
 CAPTION = "loss: held-out cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
 TIMES = "forward, training: throughput of the fastest sparse backend over dense in the same run"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One item's line of the table: its state, and a cell for each of `COLUMNS`."""
-
-    state: State
-    cells: dict[str, str]
 
 
 def line_of(entry: ItemState, steps: int | None) -> Line:
@@ -72,7 +64,7 @@ def line_of(entry: ItemState, steps: int | None) -> Line:
         cells["node"] = (entry.seen.nodes if entry.seen else "") or (entry.report.node if entry.report else "")
         if entry.report is not None and entry.report.restarts:
             cells[""] = f"{cells['']} started {entry.report.restarts + 1} times".strip()
-    return Line(entry.state, cells)
+    return cells
 
 
 def duration(seconds: float) -> str:
@@ -97,12 +89,12 @@ def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
     columns = _filled(first)
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        width = max(len(text) for text in (column, *(line.cells[column] for line in first)))
+        width = max(len(text) for text in (column, *(line[column] for line in first)))
         right, least = column in NUMBERS, 0 if column in CUT else width
         made.add_column(column, justify="right" if right else "left", no_wrap=column != "", min_width=least)
     for line in first:
-        item, state, *rest = (escape(line.cells[column]) for column in columns)
-        made.add_row(item, f"[{COLOURS[line.state]}]{state}[/]", *rest)
+        item, state, *rest = (escape(line[column]) for column in columns)
+        made.add_row(item, f"[{COLOURS[State(state)]}]{state}[/]", *rest)
     if len(first) < len(lines):
         made.caption = f"and {len(lines) - len(first)} more (all=true shows them)"
     return made
@@ -111,7 +103,7 @@ def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
 def plain(title: str, lines: Sequence[Line]) -> str:
     """The lines as text in columns, for logs and pipes."""
     columns = _filled(lines)
-    rows = [columns, *([line.cells[column] for column in columns] for line in lines)]
+    rows = [columns, *([line[column] for column in columns] for line in lines)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([title, *text])
@@ -119,7 +111,7 @@ def plain(title: str, lines: Sequence[Line]) -> str:
 
 def _filled(lines: Sequence[Line]) -> list[str]:
     """The columns in which some line has anything; item and state are always there."""
-    return [column for column in COLUMNS if column in COLUMNS[:2] or any(line.cells[column] for line in lines)]
+    return [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in lines)]
 
 
 class Display:
@@ -159,7 +151,6 @@ class Display:
             self._print(text)
 
     def ended(self, item: Item, state: State) -> None:
-        """Take note of how an item ended."""
         self._states[item.name] = state
 
     def show(self, running: Sequence[Item]) -> None:
@@ -179,15 +170,15 @@ class Display:
             return
         self._print(f"-- {title}")
         for line in lines:
-            values = [f"{name} {line.cells[name]}" for name in SHOWN if line.cells[name]]
-            self._print("    ".join(["", line.cells["item"], ", ".join(values)]).rstrip())
+            values = [f"{name} {line[name]}" for name in SHOWN if line[name]]
+            self._print("    ".join(["", line["item"], ", ".join(values)]).rstrip())
 
     def _left(self, elapsed: float, lines: Sequence[Line]) -> str:
         """The time left: the expected seconds of what is not made, by how long those made took, side by side."""
         shares = {}
         for line in lines:
-            done, _, total = line.cells["step"].partition("/")
-            name = line.cells["item"]
+            done, _, total = line["step"].partition("/")
+            name = line["item"]
             # An item that reports no steps, and takes longer than expected, is nearly done.
             by_time = min((time.monotonic() - self._started[name]) / self._expected.get(name, math.inf), 0.9)
             shares[name] = (int(done) / int(total) if total else 0.0) or by_time

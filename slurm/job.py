@@ -33,6 +33,7 @@ from experiments.run.errors import EXIT_FAILED, RunError, Stopped
 from experiments.run.files import write_json
 from experiments.run.locks import exclusive
 from experiments.run.progress import ProgressFile
+from experiments.run.signals import stop_requests
 from experiments.study.graph import Graph, Item, config_difference, entry_point, write_made_from
 from slurm import scheduler
 from slurm.records import Report, config_digest, failure, latest_jobs, now, write_report
@@ -191,32 +192,11 @@ def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         ended.set()
 
 
-class _Signalled(BaseException):
-    """Not an `Exception`, since packages that are being imported might catch those."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _stoppable(job: JobEnvironment) -> Iterator[None]:
+def _stoppable(job: JobEnvironment) -> contextlib.AbstractContextManager:
     """Let signals end an item that is not a training, or a training that has not set its own handlers yet: the one that
     is sent before the time limit, and on this machine SIGTERM. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
-    numbers = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
-
-    def end(number: int, _: object) -> None:
-        raise _Signalled(number)
-
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    except _Signalled as signalled:
-        name = signal.Signals(signalled.number).name
-        raise Stopped(f"{name}: the same command starts it again", name) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signals = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
+    return stop_requests(signals, "{}: the same command starts it again")
 
 
 class _Reports:

@@ -267,11 +267,9 @@ class LocalQueue:
 
     def _why_not_done(self, run: _Running) -> str | None:
         report = read_report(run.item.folder)
-        if (
-            report is not None
-            and report.state in ("failed", "stopped")
-            and (run.job is None or run.job.job == report.job)
-        ):
+        if report is not None and run.job is not None and run.job.job != report.job:
+            report = None  # an earlier job's
+        if report is not None and report.state in ("failed", "stopped"):
             return report.error
         problem = self._graph.problem(run.item)
         if problem and run.job is not None and run.job.last_words():

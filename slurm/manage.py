@@ -77,20 +77,20 @@ class StatusConfig(SubmittedStudy):
     all: bool = option(False, "on a terminal: every item, however many")
 
 
-def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
-    """A line for every item of a study, those that need attention first, and the states that the lines show. Raises as
-    `SubmittedStudy.states` does."""
+def lines(folder: Path) -> tuple[str, list[Line], dict[str, ItemState]]:
+    """A title, a line for every item of a study, those that need attention first, and the states that the lines show.
+    Raises as `SubmittedStudy.states` does."""
     submission = read_submission(folder)
     states = item_states(folder, submission)
-    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in states.values()]
-    return sorted(made, key=lambda line: ORDER.index(line.state)), states
+    entries = sorted(states.values(), key=lambda entry: ORDER.index(entry.state))
+    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in entries]
+    return summary(folder.name, (entry.state for entry in entries)), made, states
 
 
 def status(config: StatusConfig) -> None:
     """Show the table: on a terminal until nothing runs or waits any more, or Ctrl-C. Tracebacks follow."""
     console = Console()
-    rows, states = lines(config.folder)
-    title = summary(config.folder.name, (line.state for line in rows))
+    title, rows, states = lines(config.folder)
     if not console.is_terminal:
         print("\n\n".join(filter(None, [plain(title, rows), tracebacks(states)])))
         return
@@ -101,8 +101,7 @@ def status(config: StatusConfig) -> None:
             if not any(entry.state in ALIVE for entry in states.values()):
                 break
             time.sleep(STATE_SECONDS)
-            rows, states = lines(config.folder)
-            title = summary(config.folder.name, (line.state for line in rows))
+            title, rows, states = lines(config.folder)
     console.print(tracebacks(states), markup=False, highlight=False)
 
 
@@ -211,12 +210,10 @@ def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
     """
     from slurm.job import REQUEUE_SIGNAL  # of submitit
 
-    known = {entry.job.job: entry for entry in chosen if entry.job is not None}
-    note_submitted(
-        folder, [dataclasses.replace(entry.job, cancelled=True) for entry in chosen if entry.job is not None]
-    )
-    running = [job for job, entry in known.items() if entry.seen is not None and entry.seen.state == "RUNNING"]
-    scheduler.cancel([job for job in known if job not in running])
+    jobs = {entry.job: entry.seen for entry in chosen if entry.job is not None}
+    note_submitted(folder, [dataclasses.replace(job, cancelled=True) for job in jobs])
+    running = [job.job for job, seen in jobs.items() if seen is not None and seen.state == "RUNNING"]
+    scheduler.cancel([job.job for job in jobs if job.job not in running])
     if not running:
         return
     seconds = load_cluster(str(folder / CLUSTER)).signal_seconds

@@ -229,11 +229,7 @@ def read_report(folder: Path) -> Report | None:
 def failure(folder: Path, job: str, began: str) -> Report | None:
     """The report of the first process of this job that failed since then; None if none has."""
     reports = (_report(path) for path in (folder / JOB, *folder.glob("job.*.json")))
-    failed = [
-        report
-        for report in reports
-        if report and report.job == job and report.state == "failed" and report.ended >= began
-    ]
+    failed = [each for each in reports if each and each.job == job and each.state == "failed" and each.ended >= began]
     return min(failed, key=lambda report: report.ended, default=None)
 
 

@@ -54,14 +54,13 @@ def item_states(
     """
     graph = Graph(submission.items, same_config)
     results, jobs = graph.states(), latest_jobs(folder)
-    reports = {name: read_report(item.folder) for name, item in graph.items.items()}
-    states = {
-        name: ItemState(item, *results[name], jobs.get(name), report=reports[name])
-        for name, item in graph.items.items()
-    }
-    unsettled = {
-        name: entry for name, entry in states.items() if entry.state is not State.DONE or not _has_ended(entry)
-    }
+    states, unsettled = {}, {}
+    for name, item in graph.items.items():
+        job, report = jobs.get(name), read_report(item.folder)
+        states[name] = ItemState(item, *results[name], job, report=report)
+        is_over = report is not None and report.has_ended and (job is None or job.job == report.job)
+        if not (is_over and states[name].state is State.DONE):
+            unsettled[name] = states[name]
     slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
     seen = scheduler.queue(slurm) if slurm else {}
     if forgotten := [job for job in slurm if job not in seen]:
@@ -71,13 +70,6 @@ def item_states(
         if entry.state is not State.DONE or open_state.state in ALIVE:
             states[name] = open_state
     return states
-
-
-def _has_ended(entry: ItemState) -> bool:
-    """Whether the item's latest job is known to be over."""
-    return (
-        entry.report is not None and entry.report.has_ended and (entry.job is None or entry.job.job == entry.report.job)
-    )
 
 
 def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:

@@ -123,11 +123,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     named = {key: argument.partition("=")[2] for key, argument in zip(given, arguments, strict=True)}
     overrides = [argument.removeprefix("cluster.") for argument in arguments if argument.startswith("cluster.")]
     cluster = load_cluster(named.get("cluster", "local"), overrides)
-    rest = [
-        argument
-        for argument in arguments
-        if argument != "--dry-run" and not argument.startswith(("cluster=", "cluster."))
-    ]
+    rest = [word for word in arguments if word != "--dry-run" and not word.startswith(("cluster=", "cluster."))]
     study = None
     if rest and "=" not in rest[0]:
         name, folder, items, configs = command_items(rest[0], rest[1:])
@@ -191,8 +187,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
             submission = Submission((*items, *others), before.directory, before.steps | steps)
         states = item_states(folder, submission, config_difference)
         for item in items:
-            open_ = states[item.name].state in ALIVE or (item.folder / CONFIG).is_file()
-            if item.name in request.names and open_ and item.kind != PREPARE:  # whose name stands for its options
+            if item.name in request.names and item.kind != PREPARE:  # whose name stands for its options
                 _refuse_other_options(item, states[item.name], before)
         alive = [name for name, entry in states.items() if entry.state in ALIVE]
         places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}
@@ -209,10 +204,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         save_config(cluster, folder / CLUSTER)
         if executor == "slurm" and names:
             queued = {name: job.job for name in alive if (job := states[name].job) is not None}
-            finished = {name for name, entry in states.items() if entry.state is State.DONE}
-            needs = {name: tuple(need for need in states[name].item.needs if need not in finished) for name in names}
-            pending = [dataclasses.replace(states[name].item, needs=needs[name]) for name in names]
-            _to_slurm(request, pending, queued, say, submission)
+            _to_slurm(request, [states[name].item for name in names], queued, say, submission)
             study = naming(folder)
             say(f"python -m slurm.status {study} shows how far it is")
             say(f"python -m slurm.log {study} item={names[-1]} follow=true shows what an item prints")
@@ -367,8 +359,7 @@ def _to_slurm(
     if submission is not None:
         snapshot = take_snapshot(request.folder / CODE)
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
-    # Those of a group lack the needs that are done.
-    items_by_name = {item.name: item for item in (submission.items if submission is not None else ())}
+    known = {item.name: item for item in (submission.items if submission is not None else ())}
     for number, entry in enumerate(group(items, queued, cluster.max_array)):
         count, after = len(entry.items), entry.dependency(ids)
         title = entry.items[0].name if count == 1 else f"{count} x {entry.kind}"
@@ -389,11 +380,8 @@ def _to_slurm(
             for task in sorted({0, count - 1}):
                 say(f"# task {task}: {entry.items[task].command()}")
             continue
-        callables = []
-        for name in (item.name for item in entry.items):
-            needs = tuple(items_by_name[need] for need in items_by_name[name].needs)
-            limits = (cluster.resources(entry.kind).minutes, cluster.signal_seconds)
-            callables.append(ItemJob(items_by_name[name], submission.directory, *limits, needs))
+        fixed = (submission.directory, cluster.resources(entry.kind).minutes, cluster.signal_seconds)
+        callables = [ItemJob(item, *fixed, tuple(known[need] for need in item.needs)) for item in entry.items]
         jobs = submit_slurm(cluster, parameters, folder, callables)
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
         pairs = zip(entry.items, jobs, logs, strict=True)

@@ -1,7 +1,6 @@
 """Typed configuration: the command line, presets, errors that help, and the paper's table 2."""
 
 import csv
-import dataclasses
 import importlib
 import re
 import sys
@@ -61,9 +60,9 @@ class Outer:
 
 @pytest.mark.parametrize("text", ["2e-5", "2E-5", ".2e-4", "0.00002"])
 def test_exponents_are_numbers(text, tmp_path):
-    assert parse(TrainConfig, [f"sparsity.l1={text}"]).sparsity.l1 == pytest.approx(2e-5)
     (tmp_path / "c.yaml").write_text(f"sparsity:\n  l1: {text}\n")
-    assert parse(TrainConfig, [f"config={tmp_path / 'c.yaml'}"]).sparsity.l1 == pytest.approx(2e-5)
+    for argument in (f"sparsity.l1={text}", f"config={tmp_path / 'c.yaml'}"):
+        assert parse(TrainConfig, [argument]).sparsity.l1 == pytest.approx(2e-5)
 
 
 def test_order_file_then_preset_then_single_keys(tmp_path):
@@ -83,7 +82,6 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("sparsity.l1=abc", "sparsity.l1 must be a number, got 'abc'"),
         ("sparsity.l1=true", "sparsity.l1 must be a number, got 'true'"),
         ("training.steps=1e4", "training.steps must be an integer, got '1e4'"),
-        ("training.steps=1.5", "must be an integer"),
         ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
         ("sparsity.l1_reduction=max", "must be one of sum, mean, got 'max'"),
@@ -96,8 +94,6 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
-        ("sparsity.l1=-1", "sparsity.l1 must be at least 0, got -1.0"),
-        ("run.max_steps=0", "run.max_steps must be at least 1, got 0"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
 )
@@ -107,47 +103,17 @@ def test_wrong_arguments_are_explained(argument, message):
     assert message in str(caught.value)
 
 
-def test_wrong_keys_in_files_name_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model:\n  layer: 7\n")
-    with pytest.raises(ConfigError, match=r"unknown option 'model.layer' \(in .*c.yaml\); did you mean 'model.layers'"):
-        load_config(TrainConfig, path)
-    path.write_text("- 1\n")
-    with pytest.raises(ConfigError, match="must hold a mapping"):
-        load_config(TrainConfig, path)
-    path.write_text("model: {a\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(TrainConfig, path)
-
-
 def test_types_of_other_classes():
     config = parse(Outer, ["inner.names=[a,b]", "inner.sizes=[3]", "inner.rates=[1,2e-5]", "inner.label=x", "inner=z"])
     assert config.inner == Inner(["a", "b"], [3], [1.0, 2e-5], "x", "z")
-    with pytest.raises(ConfigError, match=r"inner.sizes must be a list of integers, like \[a,b\], got 'x'"):
-        parse(Outer, ["inner.sizes=x"])
-    with pytest.raises(ConfigError, match=r"inner.sizes must be a list"):
-        parse(Outer, ["inner.sizes=[1,x]"])
+    for wrong in ("x", "[1,x]"):
+        with pytest.raises(ConfigError, match=r"inner.sizes must be a list of integers, like \[a,b\], got"):
+            parse(Outer, [f"inner.sizes={wrong}"])
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a #2",
-        "3.10",
-        "yes",
-        "12:30",
-        "null",
-        "~",
-        "",
-        "[a]",
-        "{a: b}",
-        "'a'",
-        " a ",
-        "???",
-        "${oc.env:HOME}",
-        "${",
-        "é\n",
-    ],
+    ["a #2", "3.10", "yes", "12:30", "null", "~", "", "[a]", "{a: b}", "'a'", " a ", "???", "${oc.env:X}", "${", "é\n"],
 )
 def test_text_is_taken_as_typed_and_saved_as_it_is(text, tmp_path):
     config = parse(Outer, [f"inner.kind={text}"])
@@ -179,6 +145,10 @@ def test_nothing_in_a_value_is_resolved(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"inner: {kinds: 7}", r"unknown option 'inner.kinds' \(in .*c.yaml\); did you mean 'inner.kind'"),
+        (b"inner: {sizes: [9.5]}", r"inner.sizes \(in .*c.yaml\) must be a list of integers, like \[a,b\], got"),
+        (b"- 1", "must hold a mapping"),
+        (b"inner: {a", "cannot be read"),
         (b"inner: {kind: a, kind: b}", "'kind' comes twice"),
         (b"\xff\xfe\xff", "cannot be read"),
         (b"inner: !!python/object/apply:os.getpid []", "could not determine a constructor"),
@@ -213,55 +183,23 @@ def test_defaults_are_not_shared():
     assert parse(Outer, []).inner.sizes == [1, 2]
 
 
-def test_help_lists_every_option(capsys):
+def test_help_is_the_description_of_every_option(capsys):
     with pytest.raises(SystemExit) as caught:
         parse(TrainConfig, ["model=demo", "--help"])
     text = capsys.readouterr().out
-    assert caught.value.code == 0
-    assert text == describe(TrainConfig) + "\n"
-    for key in to_dict(TrainConfig()):
-        assert f"  {key}=" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert (caught.value.code, text) == (0, describe(TrainConfig) + "\n")
     assert "sparsity.l1_off_steps=0" in text
     assert "(an integer, steps, at least 0)" in text
-    for name in preset_names("model"):
-        assert name in text
-
-
-def test_every_option_has_a_meaning():
-    def check(cls):
-        for field in dataclasses.fields(cls):
-            assert field.metadata.get("help"), field.name
-            if dataclasses.is_dataclass(field.default_factory):
-                check(field.default_factory)
-
-    check(TrainConfig)
+    assert max(map(len, text.splitlines())) <= 120
 
 
 # --- the paper's hyperparameters --------------------------------------------------------------------------------------
 
-OF_TABLE_2 = {
-    "hidden_size": "model.hidden_size",
-    "intermediate_size": "model.intermediate_size",
-    "activation": "model.activation",
-    "attention_heads": "model.attention_heads",
-    "key_value_heads": "model.key_value_heads",
-    "initializer_range": "model.initializer_range",
-    "rope_theta": "model.rope_theta",
-    "tied_embeddings": "model.tied_embeddings",
-    "vocab_size": "model.vocab_size",
-    "dtype": "training.precision",
-    "sequence_length": "training.sequence_length",
-    "tokens_per_step": "training.tokens_per_step",
-    "learning_rate": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_eps": "optimizer.eps",
-    "warmup_steps": "optimizer.warmup_steps",
-    "max_grad_norm": "optimizer.max_grad_norm",
-}
-BY_SCALE = {"layers": "model.layers", "steps": "training.steps"}
+# Its rows are called as the last parts of our options are, but for these.
+OF_TABLE_2 = {key.rpartition(".")[2]: key for key in to_dict(TrainConfig())}
+OF_TABLE_2 |= {"dtype": "training.precision", "adam_eps": "optimizer.eps"}
+OF_TABLE_2 |= {"adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2"}
+BY_SCALE = {"layers", "steps"}
 # Not options: the head size follows from two others; the rest says which programs and which corpus the paper used.
 NOT_OPTIONS = {"head_dim", "tokenizer", "dataset", "optimizer", "schedule"}
 
@@ -270,16 +208,14 @@ NOT_OPTIONS = {"head_dim", "tokenizer", "dataset", "optimizer", "schedule"}
 def test_presets_are_table_2(column):
     with TABLE_2.open() as file:
         table = {row["name"]: row[column] for row in csv.DictReader(file)}
-    assert set(table) == set(OF_TABLE_2) | set(BY_SCALE) | NOT_OPTIONS
+    assert set(table) > BY_SCALE | NOT_OPTIONS
     for index, scale in enumerate(("0.5b", "1b", "1.5b", "2b")):
         name = scale if column == "gated" else f"{scale}-nongated"
         config = parse(TrainConfig, [f"model={name}"])
         values = to_dict(config)
-        expected = {OF_TABLE_2[row]: table[row] for row in OF_TABLE_2}
-        expected |= {BY_SCALE[row]: table[row].split("/")[index] for row in BY_SCALE}
-        for key, text in expected.items():
-            wanted = text == "true" if text in ("true", "false") else type(values[key])(text)
-            assert values[key] == wanted, (name, key)
+        for row in table.keys() - NOT_OPTIONS:
+            text, found = table[row].split("/")[index] if row in BY_SCALE else table[row], values[OF_TABLE_2[row]]
+            assert found == (text == "true" if text in ("true", "false") else type(found)(text)), (name, row)
         assert config.model.hidden_size // config.model.attention_heads == int(table["head_dim"])
         assert (config.model.name, config.model.gated) == (name, column == "gated")
 
@@ -357,13 +293,10 @@ CHECKPOINT = "checkpoint=run"
     [
         ("train", ["sparsity.l1=nan"], "sparsity.l1 must be a finite number, got nan"),
         ("train", ["optimizer.weight_decay=-1"], "optimizer.weight_decay must be at least 0"),
-        ("train", ["optimizer.learning_rate=inf"], "must be a finite number"),
         ("train", ["optimizer.beta2=1"], "optimizer.beta2 must be below 1"),
-        ("train", ["run.max_seconds=nan"], "run.max_seconds must be a finite number"),
         ("train", ["run.dir="], "run.dir must not be empty"),
         ("train", ["run.item=.."], "run.item must be of at most 200 letters"),
         ("train", ["run.item="], "run.item must not be empty"),
-        ("train", ["run.item=" + "a" * 300], "run.item must be of at most 200 letters"),
         ("train", ["training.seed=-1"], "training.seed must be at least 0"),
         ("train", ["training.seed=4294967295"], "training.seed must be at most 4294967294"),
         ("train", ["training.tokens_per_step=1000000000000000000"], "training.tokens_per_step must be at most"),
@@ -375,7 +308,6 @@ CHECKPOINT = "checkpoint=run"
         ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
         ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
-        ("gather_nonzeros", [CHECKPOINT, "device=meta"], "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         ("evaluate", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
         ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
         ("bench_kernels", ["ops=[]"], "ops must not be empty"),
@@ -387,7 +319,6 @@ CHECKPOINT = "checkpoint=run"
         ("bench_kernels", ["masks_item=relu"], "layers and masks_item are those of masks"),
         ("bench_forward", ["backends=[foo]"], "each of backends: backend must be one of"),
         ("bench_forward", ["checkpoints=[a,a]"], "checkpoints has 'a' twice"),
-        ("bench_forward", ["sequence=0"], "sequence must be at least 1"),
         ("bench_training", ["micro_batch=-1"], "micro_batch must be at least 0"),
         ("bench_generate", ["batch=[1,0]"], "each of batch must be at least 1, got 0"),
         ("bench_generate", ["batch=[]"], "batch must not be empty"),
@@ -406,17 +337,6 @@ def test_every_program_takes_the_presets_that_its_help_lists(module):
     for name in preset_names("model"):
         assert name in describe(config)
         assert parse(config, [f"model={name}"]).model.name == name
-
-
-def test_the_file_in_which_a_value_is_out_of_range_is_named(tmp_path):
-    (tmp_path / "c.yaml").write_text("sparsity: {l1: -1}")
-    with pytest.raises(ConfigError, match=r"sparsity.l1 \(in .*c.yaml\) must be at least 0, got -1.0"):
-        load_config(TrainConfig, tmp_path / "c.yaml")
-
-
-def test_values_without_a_text_are_checked_too():
-    with pytest.raises(ConfigError, match=r"optimizer.weight_decay must be at least 0"):
-        with_values(TrainConfig(), optimizer={"weight_decay": -1.0})
 
 
 def test_an_absurdly_large_step_is_divided_without_delay():
@@ -472,8 +392,7 @@ def test_a_bug_keeps_its_traceback():
 def test_every_program_explains_its_options(module):
     config = program_config(module)
     text = describe(config)
-    for field in dataclasses.fields(config):
-        assert field.name in text
+    assert all(f"  {key}=" in text for key in to_dict(config()))
     single = [
         line.split("=")[0].strip() for line in text.splitlines() if re.match(r"  [a-z0-9_.]+=(?!NAME|VALUE)", line)
     ]

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import ROOT, wait_for
 
 from slurm import fork_server
 from slurm.fork_server import ForkServer
 
-ROOT = Path(__file__).parents[1]
 WORK = """
 import os, sys, time
 import preloaded
@@ -63,11 +63,8 @@ def is_alive(pid):
     return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_for_end(pid, server):
+    wait_for(lambda: not is_alive(pid), server._process)
 
 
 def test_a_process_has_its_clients_arguments_environment_folder_and_output(server, tmp_path):
@@ -97,7 +94,7 @@ def test_signals_are_forwarded(server, number):
     pid = int(process.stdout.readline().split()[0])
     process.send_signal(number)
     assert process.wait(120) == -number
-    wait_until(lambda: not is_alive(pid))
+    wait_for_end(pid, server)
 
 
 def test_a_process_that_is_killed_is_reported_with_its_signal_and_what_it_means(server):
@@ -116,14 +113,14 @@ def test_a_process_ends_with_the_attendant_that_reports_its_end(server):
     os.kill(attendant, signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, "the fork server was killed" in errors) == (1, True)
-    wait_until(lambda: not is_alive(pid))
+    wait_for_end(pid, server)
 
 
 def test_a_process_ends_with_its_client(server):
     process, other = start(server, "sleep"), start(server, "sleep")
     pid, other_pid = (int(one.stdout.readline().split()[0]) for one in (process, other))
     process.kill()
-    wait_until(lambda: not is_alive(pid))
+    wait_for_end(pid, server)
     assert is_alive(other_pid)
     other.kill()
 

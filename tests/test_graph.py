@@ -19,8 +19,12 @@ def leave_rows(item, value=4.0, date="2026-01-01T00:00:00+00:00", **fields):
 
 
 @pytest.fixture
-def pair(tmp_path):
-    first = item(tmp_path, "first")
+def first(tmp_path):
+    return item(tmp_path, "first")
+
+
+@pytest.fixture
+def pair(first, tmp_path):
     return first, item(tmp_path, "second", needs=["first"])
 
 
@@ -37,8 +41,7 @@ def test_items_become_ready_in_order(pair):
     assert states(*pair) == {"first": State.DONE, "second": State.DONE}
 
 
-def test_a_row_without_a_value_needs_its_reason(pair):
-    first, _ = pair
+def test_a_row_without_a_value_needs_its_reason(first):
     leave_rows(first, value=None, missing="no NVML on this device")
     assert Graph([first]).problem(first) is None
     required = replace(first, expected=(Expected((("metric", "cross_entropy"),), may_miss=False),))
@@ -49,15 +52,13 @@ def test_a_row_without_a_value_needs_its_reason(pair):
     assert "neither a finite value nor a reason" in Graph([first]).problem(first)
 
 
-def test_a_number_that_is_not_finite_is_not_done(pair):
-    first, _ = pair
+def test_a_number_that_is_not_finite_is_not_done(first):
     leave_rows(first)
     first.rows_path.write_text(first.rows_path.read_text().replace(",4.0,", ",nan,"))
     assert "neither a finite value" in Graph([first]).problem(first)
 
 
-def test_an_expected_row_must_be_there(pair):
-    first, _ = pair
+def test_an_expected_row_must_be_there(first):
     leave_rows(first)
     wider = replace(first, expected=(*first.expected, Expected((("op", "train"), ("metric", "nonzeros")))))
     assert Graph([wider]).problem(wider) == "no row with op=train, metric=nonzeros"
@@ -82,9 +83,9 @@ def test_what_an_item_was_made_from_is_told_by_content_whatever_the_dates_say(pa
     assert Graph(pair).states()["second"] == (State.DONE, ""), "a damaged record is none"
 
 
-def test_transient_results_may_be_missing_afterwards(pair, tmp_path):
+def test_transient_results_may_be_missing_afterwards(first, tmp_path):
     text = Item("text", "prepare_data", "", (), tmp_path / "text", files=(tmp_path / "text.json",), transient=True)
-    first = replace(pair[0], needs=("text",))
+    first = replace(first, needs=("text",))
     assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
     text.files[0].write_text("tokens")
     leave_rows(first)
@@ -99,10 +100,11 @@ def test_transient_results_may_be_missing_afterwards(pair, tmp_path):
     assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
 
 
-def test_the_content_of_files_counts_too(pair, tmp_path):
+def test_files_must_be_there_and_their_content_counts(tmp_path):
     page = Item("page", "page", "", (), tmp_path / "page", files=(tmp_path / "index.html",))
     copy = Item("copy", "page", "", (), tmp_path / "copy", ("page",), files=(tmp_path / "copy.html",))
     assert page.digest() == ""
+    assert states(page, copy) == {"page": State.TODO, "copy": State.WAITS}
     for path in (*page.files, *copy.files):
         path.write_text("page")
     write_made_from(copy.folder, {"page": page.digest()})
@@ -111,20 +113,10 @@ def test_the_content_of_files_counts_too(pair, tmp_path):
     assert states(page, copy)["copy"] is State.TODO
 
 
-def test_another_configuration_is_not_done(pair):
-    first, _ = pair
+def test_another_configuration_is_not_done(first):
     leave_rows(first)
     graph = Graph([first], same_config=lambda item: "training.steps is 300 there, 400 asked for")
     assert graph.states()["first"] == (State.TODO, "training.steps is 300 there, 400 asked for")
-
-
-def test_files_count_when_they_are_there(pair, tmp_path):
-    first, _ = pair
-    page = Item("page", "page", "", (), tmp_path / "page", ("first",), files=(tmp_path / "index.html",))
-    leave_rows(first)
-    assert states(first, page)["page"] is State.TODO
-    (tmp_path / "index.html").write_text("page")
-    assert states(first, page)["page"] is State.DONE
 
 
 def test_select_takes_what_the_named_items_need(pair, tmp_path):
@@ -141,8 +133,7 @@ def test_a_need_must_come_before(pair):
         Graph([pair[0], pair[0]])
 
 
-def test_a_damaged_file_is_named(pair):
-    first, _ = pair
+def test_a_damaged_file_is_named(first):
     leave_rows(first)
     first.rows_path.write_text(first.rows_path.read_text()[:-1])
     assert "damaged: " in Graph([first]).problem(first)

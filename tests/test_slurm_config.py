@@ -40,34 +40,45 @@ def test_kinds_have_their_own_resources():
     train, other = cluster.resources("train"), cluster.resources("evaluate")
     assert (train.gpus, train.nodes, train.partition, train.cpus) == (4, 2, "big", cluster.cpus)
     assert (other.gpus, other.nodes, other.partition) == (1, 1, "gpu")
-    assert (train.processes, cluster.resources("bench_forward").processes) == (4, 1)
+    assert (train.processes, other.processes) == (4, 1)
+    cluster = load_cluster("slurm", ["gpus=2", "kinds={train: [gpus=4], notebooks: [gpus=1]}"])
+    found = {kind: cluster.resources(kind).gpus for kind in ("train", "evaluate", "prepare_data", "build", "notebooks")}
+    assert found == {"train": 4, "evaluate": 2, "prepare_data": 0, "build": 0, "notebooks": 1}
     assert load_cluster("slurm", ["kinds={train: [gpus=4, processes=2]}"]).resources("train").processes == 2
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("name", "overrides", "message"),
     [
         (
+            "slurm",
             ["partiton=gpu"],
-            r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, account",
+            r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, ac",
         ),
         (
+            "slurm",
             ["kinds={train: [gpuz=1]}"],
-            r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, runs_per_gpu, processes",
+            r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, runs_per",
         ),
-        (["minutes=soon"], "minutes must be an integer, got 'soon'"),
-        (["minutes=2", "signal_seconds=120"], "minutes must be more than signal_seconds = 120, got 2"),
-        (["parallel=0"], "parallel must be at least 1, got 0"),
-        (["executor=pbs"], "executor must be one of slurm, local, debug, got 'pbs'"),
-        (["environment={HF_TOKEN: abc}"], r"environment must hold no secrets: .* got \['HF_TOKEN'\]"),
-        (["environment={'A B': abc}"], "names of variables"),
-        (["partition=a\n#SBATCH --account=root"], "partition must not hold control characters or line breaks"),
-        (['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
+        ("slurm", ["minutes=soon"], "minutes must be an integer, got 'soon'"),
+        ("slurm", ["executor=pbs"], "executor must be one of slurm, local, debug, got 'pbs'"),
+        ("slurm", ["environment={HF_TOKEN: abc}"], r"environment must hold no secrets: .* got \['HF_TOKEN'\]"),
+        ("slurm", ["environment={'A B': abc}"], "names of variables"),
+        ("slurm", ["partition=a\n#SBATCH --account=root"], "partition must not hold control characters or line breaks"),
+        ("slurm", ['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
+        ("slurm", ["minutes=2", "signal_seconds=120"], "minutes must be more than signal_seconds = 120, got 2"),
+        ("local", ["minutes=2"], "minutes must be more than signal_seconds = 120, got 2"),
+        ("gpu_box", ["total_gpus=8", "gpus=9"], "gpus must be at most total_gpus = 8, got 9"),
+        ("gpu_box", ["kinds={train: [nodes=2]}"], "the local executor has one machine: nodes must be 1, got 2"),
+        ("gpu_box", ["gpus=2", "runs_per_gpu=2"], "runs_per_gpu needs gpus=1: .* got 2"),
+        ("slurm", ["kinds={train: [gpus=1, runs_per_gpu=2]}"], "runs_per_gpu must be 1 with slurm, .* got 2"),
+        ("moon", [], "there is none in .*; there are: debug, gpu_box, local, slurm"),
+        ("other.yaml", [], "there is no such file"),
     ],
 )
-def test_a_wrong_cluster_is_refused(overrides, message):
-    with pytest.raises(ConfigError, match=f"(?s)cluster=slurm: .*{message}"):
-        load_cluster("slurm", overrides)
+def test_a_wrong_cluster_is_refused(name, overrides, message):
+    with pytest.raises(ConfigError, match=f"(?s)^cluster={name}: .*{message}"):
+        load_cluster(name, overrides)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +88,6 @@ def test_a_wrong_cluster_is_refused(overrides, message):
         (["memory_gb=8", "sbatch={mem_per_gpu: 4G}"], "memory_gb and sbatch mem-per-gpu"),
         (["sbatch={mem: 8G, mem-per-cpu: 4G}"], "sbatch mem and sbatch mem-per-cpu"),
         (["gpus=1", "sbatch={gres: 'gpu:a100:2,nvme:1'}"], "gpus and sbatch gres"),
-        (["gpus=1", "sbatch={gpus-per-task: 1}"], "gpus and sbatch gpus-per-task"),
         (["kinds={nonzeros: ['sbatch={gpus-per-node: 1}']}"], "gpus and sbatch gpus-per-node"),
         (["cpus=2", "sbatch={cpus-per-gpu: 2}"], "cpus and sbatch cpus-per-gpu"),
         (["sbatch={ntasks: 4}"], "processes and sbatch ntasks"),
@@ -86,7 +96,7 @@ def test_a_wrong_cluster_is_refused(overrides, message):
         (["qos=high", "sbatch={qos: low}"], "qos and sbatch qos"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_before_submission(overrides, pair, tmp_path):
+def test_options_that_exclude_each_other_are_refused_before_submission(overrides, pair):
     fields = [f"cluster.{override}" for override in overrides]
     with pytest.raises(ConfigError, match=f"^cluster=slurm: of these sbatch takes only one, got '{pair}'$"):
         read_request(["study=six_runs", "cluster=slurm", *fields, "--dry-run"])
@@ -108,10 +118,8 @@ def test_options_of_sbatch_that_no_field_says_are_taken(overrides):
     ("override", "message"),
     [
         ("nodes=-3", "nodes must be at least 1, got -3"),
-        ("gpus=1001", "gpus must be at most 1000, got 1001"),
         ("memory_gb=nan", "memory_gb must be a finite number, got nan"),
         ("memory_gb=1e300", r"memory_gb must be at most 100000, got 1e\+300"),
-        ("signal_seconds=65536", "signal_seconds must be at most 65535, got 65536"),
         ("kinds={train: [nodes=0]}", "kinds.train: nodes must be at least 1, got 0"),
     ],
 )
@@ -126,11 +134,6 @@ def test_a_field_of_a_cluster_has_a_range(override, message, tmp_path):
         load_cluster(str(path))
 
 
-def test_a_misspelt_cluster_is_no_option_of_the_study():
-    with pytest.raises(ConfigError, match="unknown option 'clster'; did you mean 'cluster'"):
-        read_request(["study=six_runs", "clster=slurm"])
-
-
 @pytest.mark.parametrize("cls", [ClusterConfig, StatusConfig, LogConfig])
 def test_every_number_of_the_launcher_has_a_range_which_help_shows(cls):
     text = " ".join(describe_options(cls).split())
@@ -142,29 +145,8 @@ def test_every_number_of_the_launcher_has_a_range_which_help_shows(cls):
             assert after.partition(").")[0].endswith(f", {allowed}"), field.name
 
 
-def test_a_wrong_file_is_refused(tmp_path):
-    (tmp_path / "mine.yaml").write_text("executor: local\ngpu: 1\n")
-    with pytest.raises(ConfigError, match=r"unknown option 'gpu' \(in .*mine.yaml\).*Valid are: nodes, gpus"):
-        load_cluster(str(tmp_path / "mine.yaml"))
-    with pytest.raises(
-        ConfigError, match=r"cluster=moon: there is none in .*; there are: debug, gpu_box, local, slurm"
-    ):
-        load_cluster("moon")
-    with pytest.raises(ConfigError, match="there is no such file"):
-        load_cluster(str(tmp_path / "other.yaml"))
-
-
-def test_the_signal_comes_after_the_beginning_on_this_machine_too():
-    with pytest.raises(ConfigError, match="minutes must be more than signal_seconds = 120, got 2"):
-        load_cluster("local", ["minutes=2"])
+def test_without_a_process_of_its_own_a_run_has_no_signal_to_wait_for():
     assert load_cluster("debug", ["minutes=2"]).minutes == 2
-
-
-def test_a_box_cannot_give_more_than_it_has():
-    with pytest.raises(ConfigError, match="gpus must be at most total_gpus = 8, got 9"):
-        load_cluster("gpu_box", ["total_gpus=8", "gpus=9"])
-    with pytest.raises(ConfigError, match="the local executor has one machine: nodes must be 1, got 2"):
-        load_cluster("gpu_box", ["kinds={train: [nodes=2]}"])
 
 
 # --- command lines ---------------------------------------------------------------------------------------------------
@@ -178,13 +160,22 @@ def test_command_lines():
     assert len(wanted.items) == len(wanted.names) == 14, "build needs them all"
     wanted = read_request(["study=six_runs", "only=[smoke_l1_0_seed_1]"])
     assert (len(wanted.items), wanted.names[1:]) == (14, ("smoke_l1_0_seed_1",)), "and its text"
-    for arguments in ([], ["model=smoke"], ["cluster=local"]):
-        with pytest.raises(ConfigError, match="wanted a module"):
-            read_request(arguments)
-    with pytest.raises(ConfigError, match="cluster is given 2 times"):
-        read_request(["study=six_runs", "cluster=local", "cluster=debug"])
-    with pytest.raises(ConfigError, match=r"study=seven: there is none in .*demo.*six_runs"):
-        read_request(["study=seven"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "wanted a module"),
+        (["model=smoke"], "wanted a module"),
+        (["cluster=local"], "wanted a module"),
+        (["study=six_runs", "cluster=local", "cluster=debug"], "cluster is given 2 times"),
+        (["study=six_runs", "clster=slurm"], "unknown option 'clster'; did you mean 'cluster'"),
+        (["study=seven"], "study=seven: there is none in .*demo.*six_runs"),
+    ],
+)
+def test_wrong_command_lines_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        read_request(arguments)
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -211,14 +202,8 @@ def test_a_statistic_waits_for_its_own_training_only():
         ("build", ["build"], False),
     ]
     ids = [str(100 + number) for number in range(len(groups))]
-    assert [one.dependency(ids) for one in groups] == [
-        "",
-        "",
-        "aftercorr:100",
-        "aftercorr:100",
-        "afterok:101",
-        "afterok:100:102:103:104",
-    ]
+    waits = ["", "", "aftercorr:100", "aftercorr:100", "afterok:101", "afterok:100:102:103:104"]
+    assert [one.dependency(ids) for one in groups] == waits
 
 
 def test_needs_that_are_in_the_queue_already():
@@ -311,9 +296,7 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     assert "JOB_2: 6 x nonzeros, after aftercorr:JOB_1" in text
     assert "JOB_3: build, after afterok:JOB_0:JOB_1:JOB_2" in text
     assert "# task 5: python -m experiments.train model=smoke sparsity.l1=1e-2 training.seed=1" in text
-    assert said[-1].startswith(
-        "# Nothing was submitted. 14 items in 4 jobs of SLURM, 6 of them trainings (GPUs of each: 1): "
-    )
+    assert "# Nothing was submitted. 14 items in 4 jobs of SLURM, 6 of them trainings (GPUs of each: 1): " in said[-1]
     assert list(tmp_path.iterdir()) == []
     said.clear()
     submit(read_request(["study=six_runs", "cluster=local", "--dry-run", place]), said.append)
@@ -462,40 +445,27 @@ def test_a_presets_micro_batch_is_an_upper_limit_for_many_processes():
 
 @pytest.mark.parametrize(("cluster", "gpus"), [("slurm", 1), ("gpu_box", 1), ("local", 0)])
 def test_a_study_of_tiny_models_asks_for_no_more_gpus_than_it_needs(cluster, gpus):
-    resources = read_request(["study=six_runs", f"cluster={cluster}"]).cluster.resources
-    assert (resources("train").gpus, resources("train").minutes) == (
-        gpus,
-        load_cluster(cluster).resources("train").minutes,
-    )
+    found = read_request(["study=six_runs", f"cluster={cluster}"]).cluster.resources("train")
+    assert (found.gpus, found.minutes) == (gpus, load_cluster(cluster).resources("train").minutes)
 
 
-@pytest.mark.parametrize(("nodes", "processes", "count"), [(1, 3, 3), (3, 1, 3), (4, 8, 32)])
-def test_processes_that_cannot_share_a_step_are_refused_before_submission(nodes, processes, count, tmp_path):
-    overrides = [f"cluster.nodes={nodes}", f"cluster.processes={processes}", "cluster.kinds={}", "cluster.gpus=0"]
-    wanted = read_request(["study=six_runs", "cluster=slurm", *overrides, f"runs={tmp_path / 'runs'}"])
-    with pytest.raises(ConfigError, match=rf"smoke_l1_0_seed_0: a step has 16 sequences .* which {count} processes"):
-        submit(wanted)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_cluster_without_slurm_leaves_nothing_behind(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cluster=slurm", "cluster.processes=3"], "smoke_l1_0_seed_0: a step has 16 sequences .* which 3 processes"),
+        (["cluster=slurm", "cluster.nodes=3"], "smoke_l1_0_seed_0: a step has 16 sequences .* which 3 processes"),
+        (["cluster=slurm", "cluster.nodes=4", "cluster.processes=8"], "a step has 16 sequences .* which 32 processes"),
+        (["cluster=slurm"], "there is no SLURM on this machine"),
+        (["cluster=gpu_box", "cluster.gpus=1"], "this machine has 0 GPUs for runs that take 1 each"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RunError, match="there is no SLURM on this machine"):
-        submit(read_request(["study=six_runs", "cluster=slurm", f"runs={tmp_path / 'runs'}"]))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_box_without_gpus_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match="this machine has 0 GPUs for runs that take 1 each"):
-        submit(read_request(["study=six_runs", "cluster=gpu_box", f"runs={tmp_path / 'runs'}"]))
+    common = ["study=six_runs", f"runs={tmp_path / 'runs'}", "cluster.kinds={}", "cluster.gpus=0"]
+    with pytest.raises(RunError, match=message):
+        submit(read_request([*common, *arguments]))
     assert not (tmp_path / "runs").exists()
-
-
-def test_kinds_that_use_no_gpu_get_none(tmp_path):
-    cluster = load_cluster("slurm", ["gpus=2", "kinds={train: [gpus=4], notebooks: [gpus=1]}"])
-    found = {kind: cluster.resources(kind).gpus for kind in ("train", "evaluate", "prepare_data", "build", "notebooks")}
-    assert found == {"train": 4, "evaluate": 2, "prepare_data": 0, "build": 0, "notebooks": 1}
 
 
 def test_advice_names_the_study_wherever_it_is(tmp_path, monkeypatch):

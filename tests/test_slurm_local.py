@@ -41,7 +41,7 @@ from experiments.training import metrics
 from slurm import cancel, local, log, manage, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.collect import collect
-from slurm.display import Display, duration, plain, summary, table
+from slurm.display import Display, duration, plain, table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
 from slurm.manage import SubmittedStudy
@@ -105,8 +105,7 @@ class Said(list):
 class FakeJob:
     """Stands for a process; the test decides when it ends."""
 
-    def __init__(self):
-        self.ended = False
+    ended = False
 
     def done(self):
         return self.ended
@@ -234,11 +233,7 @@ def test_a_run_that_was_left_behind_keeps_its_gpus(queue, orphan, tmp_path):
 
 @pytest.mark.parametrize(
     ("report", "late"),
-    [
-        (None, False),
-        (("running", "another machine", "2"), True),
-        (("done", platform.node(), "2"), False),
-    ],
+    [(None, False), (("running", "another machine", "2"), True), (("done", platform.node(), "2"), False)],
 )
 def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, orphan, tmp_path, report, late):
     orphan(*[False] * late, True, True, False, report=report)
@@ -442,6 +437,11 @@ def study(tmp_path):
     return folder
 
 
+def locally(study, process=4242):
+    """Its items have been submitted to this machine since."""
+    note_submitted(study, [Job(name, str(process), "local", "log", now()) for name in ("a", "n_a")])
+
+
 def report(folder, state, job="7", **fields):
     folder.mkdir(exist_ok=True)
     return Report(job, state, "node1", 0, (), now(), **fields)
@@ -516,7 +516,7 @@ def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
 
 def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
     (study / "a").mkdir()
-    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    locally(study)
     with exclusive(study / "a", "item"), pytest.raises(RunError, match=r"no launcher to be told: a \(process 4242\)"):
         run(cancel, study)
 
@@ -532,7 +532,7 @@ def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
 
 def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypatch):
     """The lock of a shared folder is held here, too, but a process of that number is somebody else's."""
-    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    locally(study)
     (study / "queue.json").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
     monkeypatch.setattr("os.kill", lambda *arguments: pytest.fail(f"killed {arguments}"))
     with (
@@ -629,28 +629,24 @@ def squeue(state, left="1:00:00"):
 
 
 @pytest.mark.parametrize(
-    ("state", "stop", "code"),
+    ("says", "stop", "code"),
     [
-        ("RUNNING", "SIGTERM", 255),
-        ("RUNNING", "SIGUSR2", 255),
-        ("COMPLETING", "SIGTERM", EXIT_STOPPED),
-        ("RUNNING", "", EXIT_STOPPED),
+        (squeue("RUNNING"), "SIGTERM", 255),
+        (squeue("RUNNING"), "SIGUSR2", 255),
+        (squeue("COMPLETING"), "SIGTERM", EXIT_STOPPED),
+        (squeue("RUNNING"), "", EXIT_STOPPED),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "SIGUSR2", EXIT_STOPPED),
     ],
 )
-def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, state, stop, code):
-    """Not when it is being cancelled or requeued by someone (COMPLETING), nor for a limit of the run's own."""
+def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, says, stop, code):
+    """Not when it is being cancelled or requeued by someone (COMPLETING), for a limit of the run's own, nor when SLURM
+    has forgotten it."""
     with pytest.raises(SystemExit) as ended:
-        slurm_job(squeue=squeue(state), scontrol=f'echo "$*" > {tmp_path}/told', stop=stop)
+        slurm_job(squeue=says, scontrol=f'echo "$*" > {tmp_path}/told', stop=stop)
     assert ended.value.code == code
     assert (tmp_path / "told").exists() == (code == 255)
     assert code != 255 or (tmp_path / "told").read_text() == "requeue 7_1\n"
     assert read_report(tmp_path / "a").state == "stopped"
-
-
-def test_a_job_that_slurm_has_forgotten_is_not_requeued(tmp_path, slurm_job):
-    with pytest.raises(SystemExit) as ended:
-        slurm_job(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert ended.value.code == EXIT_STOPPED
 
 
 @pytest.mark.parametrize(
@@ -730,7 +726,7 @@ def measured(tmp_path, slurm_says):
     )
     old.folder.mkdir(parents=True)
     save_config(config_of(old), old.folder / "config.yaml")
-    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "unit": "1", "value": 3.0}
+    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "value": 3.0}
     write_rows(old.folder / "rows.csv", [make_row(**known)])
     write_submission(folder, Submission((new,), str(tmp_path), {}))
     (folder / "cluster.yaml").write_text("executor: slurm\n")
@@ -757,6 +753,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
 
 def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
     assert measured("done", config=config_digest(measured.old.folder), job="9").state is State.DONE, "it says so"
+    assert collect(measured.folder, measured.folder.with_suffix(".collected")) == {}, "of a study without trainings"
     save_config(config_of(measured.new), measured.old.folder / "config.yaml")
     assert measured(None).state is State.DONE, "made again by hand, with the options asked for"
     save_config(config_of(measured.old), measured.old.folder / "config.yaml")
@@ -883,8 +880,7 @@ def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
 def test_a_job_that_has_no_report_yet_is_starting(study):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit"])
     try:
-        jobs = [Job("a", str(process.pid), "local", "log", now()), Job("n_a", "4243", "local", "log", now())]
-        note_submitted(study, jobs)
+        locally(study, process.pid)
         command = Path(f"/proc/{process.pid}/cmdline")  # empty while it is being executed
         programs.wait_for(command.read_bytes, process)
         found = item_states(study, read_submission(study))["a"]
@@ -903,8 +899,8 @@ def test_a_record_that_cannot_be_read_leaves_the_progress_empty(study, in_slurm,
     (study / "n_a").mkdir(exist_ok=True)
     (study / "n_a" / "progress.json").write_bytes(line)
     (study / "n_a" / "needs.json").write_bytes(line)
-    made, _ = manage.lines(study)
-    assert [each.cells["step"] for each in made] == ["", ""]
+    _, made, _ = manage.lines(study)
+    assert [each["step"] for each in made] == ["", ""]
 
 
 def test_progress_is_shown(study, slurm_says):
@@ -912,9 +908,8 @@ def test_progress_is_shown(study, slurm_says):
     write_report(study / "a", report(study / "a", "running"))
     record = {"step": 4, "tokens": 400, "cross_entropy": 3.5, "tokens_per_s": 1.0, "nonzeros": [10.0, 30.0]}
     (study / "a" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    made, _ = manage.lines(study)
-    assert [*made[0].cells.values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
-    title = summary("study", (line.state for line in made))
+    title, made, _ = manage.lines(study)
+    assert [*made[0].values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
     assert title == "study study: 2 items: 1 running, 1 queued"
     assert plain(title, made).splitlines()[0] == title
     shown = table(title, made, 1)
@@ -1016,7 +1011,7 @@ def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000])
 def test_a_damaged_record_of_the_launcher_is_named(study, content):
-    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    locally(study)
     (study / "queue.json").write_bytes(content)
     damaged = r"queue\.json is damaged .*: end the launcher by hand$"
     with exclusive(study, "study"), pytest.raises(RunError, match=damaged):
@@ -1122,9 +1117,12 @@ def test_a_log_that_is_not_there(study, slurm_says, words, message):
 # --- at the end of a study --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "compared"), [([], True), (["only=[]", "data=path:/x"], False)])
-def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, words, compared):
-    assert is_as_committed(load_study("demo", [f"runs={tmp_path}", *words])) == compared
+@pytest.mark.parametrize(
+    ("name", "words", "compared"),
+    [("demo", [], True), ("demo", ["only=[]", "data=path:/x"], False), ("smoke", [], False), ("gpu", [], False)],
+)
+def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, name, words, compared):
+    assert is_as_committed(load_study(name, [f"runs={tmp_path}", *words])) == compared
 
 
 @pytest.mark.slow
@@ -1139,8 +1137,3 @@ def test_a_study_of_models_on_another_text_is_not_compared(tmp_path):
     assert is_as_committed(study)
     rows.assign(text=study.data).to_csv(item / "rows.csv", index=False)
     assert not is_as_committed(study)
-
-
-@pytest.mark.parametrize("name", ["smoke", "gpu"])
-def test_a_study_that_is_not_committed_is_not_compared(tmp_path, name):
-    assert not is_as_committed(load_study(name, [f"runs={tmp_path}"]))

@@ -9,7 +9,7 @@ from typing import Literal
 from analysis.schema import FP8 as FP8  # another dense form of a forward
 from experiments.run.config import option, section
 from experiments.run.output import OutputConfig, device_option
-from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig
+from experiments.run.train_config import LARGEST_SIZE, TEXT_SOURCE, ModelConfig
 from experiments.run.values import LARGEST_SEED
 from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, Name, plan_of
@@ -41,7 +41,6 @@ class ModelBenchConfig:
         "",
         "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split",
         pattern=TEXT_SOURCE,
-        described=A_TEXT_SOURCE,
     )
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline", distinct=True

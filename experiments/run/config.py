@@ -81,7 +81,7 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
             raise ConfigError(f"arguments are written key=value (or --help), got {shown(argument)}")
         key = key.strip()
         metadata = _metadata(cls).get(key, {})
-        if key == "config" and key not in _metadata(cls):
+        if key == "config":
             groups += _of_file(cls, Path(text))
         elif metadata.get("presets"):
             groups += _of_preset(cls, find_yaml(text, CONFIG_ROOT / metadata["presets"], key))
@@ -371,12 +371,10 @@ def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing
         level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
         log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
-    except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into the pipe at its end
-        log.error("%s: %s", type(error).__name__, error)
-        sys.exit(EXIT_FAILED)
     except OSError as error:
-        if error.filename is None:  # of something that no user named
+        if isinstance(error, BrokenPipeError):  # else Python flushes into the pipe at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        elif error.filename is None:  # of something that no user named
             raise
         log.error("%s: %s", type(error).__name__, in_one_line(error))
         sys.exit(EXIT_FAILED)

@@ -58,11 +58,7 @@ class Processes:
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set in any process. Runs on the host (gloo), so that it does not wait for the device."""
-        if self.count == 1:
-            return flag
-        flags = torch.tensor([flag], dtype=torch.uint8)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
+        return bool(self.any(torch.tensor([flag])).item())
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank."""

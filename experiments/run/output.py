@@ -16,7 +16,7 @@ from experiments.run.config import option, save_config, to_yaml
 from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder, storage_errors
 from experiments.run.results import write_rows
-from experiments.run.values import A_DEVICE, A_NAME, DEVICE, NAME, read_yaml
+from experiments.run.values import DEVICE, NAME, read_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -32,20 +32,14 @@ REPLACED = "rows_replaced.csv"  # rows that were measured with other options, be
 class OutputConfig:
     """The run section of every measurement; the same names as a training's."""
 
-    study: str = option(
-        "local", "name of the study, for result rows and the folder", required=True, pattern=NAME, described=A_NAME
-    )
-    item: str = option(
-        "", "name of this measurement in the study; empty: that of the program", pattern=NAME, described=A_NAME
-    )
+    study: str = option("local", "name of the study, for result rows and the folder", required=True, pattern=NAME)
+    item: str = option("", "name of this measurement in the study; empty: that of the program", pattern=NAME)
     dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>", required=True)
 
     def folder(self, program: str) -> Path:
-        """The folder that results are written to."""
         return Path(self.dir) if self.dir is not None else Path("runs") / self.study / self.name(program)
 
     def name(self, program: str) -> str:
-        """The item's name."""
         return self.item or program
 
 
@@ -119,7 +113,7 @@ def write_results(folder: Path, rows: Iterable[dict[str, Any]], config: Any) -> 
 def device_option() -> Any:
     """The option of a measurement that `device_of` takes."""
     meaning = "cpu, cuda, cuda:1, ...; auto: CUDA if there is one"
-    return option("auto", meaning, required=True, pattern=DEVICE, described=A_DEVICE)
+    return option("auto", meaning, required=True, pattern=DEVICE)
 
 
 def device_of(name: str) -> torch.device:

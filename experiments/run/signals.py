@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from experiments.run.errors import Stopped
 
@@ -37,21 +37,23 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Catch the signals inside the block. Python does so in the main thread only: elsewhere, nothing is caught.
+def stop_requests(
+    signals: Sequence[signal.Signals] = STOP_SIGNALS, said: str = "stopped by {} before the first step"
+) -> Iterator[StopRequest]:
+    """Catch these signals inside the block. Python does so in the main thread only: elsewhere, nothing is caught.
 
     Raises:
-        Stopped: by a signal, while the request is not graceful.
+        Stopped: by a signal, while the request is not graceful, with what is `said` of the signal's name.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    earlier = {number: signal.signal(number, request.note) for number in STOP_SIGNALS}
+    earlier = {number: signal.signal(number, request.note) for number in signals}
     try:
         yield request
     except _Interrupted:
-        raise Stopped(f"stopped by {request.signal} before the first step", request.signal or "") from None
+        raise Stopped(said.format(request.signal), request.signal or "") from None
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -18,19 +18,18 @@ from typing import Any, ClassVar, Literal
 
 from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
-from experiments.run.values import A_DEVICE, A_NAME, DEVICE, LARGEST_SEED, NAME
+from experiments.run.values import DEVICE, LARGEST_SEED, NAME, Pattern
 from twell.names import check_name
 
 TABLE_2 = "the paper, table 2"
 LARGEST_SIZE = 2**20  # of a dimension: more is a slip of the keyboard
+SIZE: dict[str, Any] = {"minimum": 1, "maximum": LARGEST_SIZE}
 DEFAULT_MICRO_BATCH = 8
 # In a run's folder: which tokens `experiments.prepare_data` made.
 TEXT = "text.json"
-SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
-# Options of the science groups that only say where files lie and what rows call the text.
-WITHOUT_EFFECT = ("data.name", "data.cache_dir")
-TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
-A_TEXT_SOURCE = "stdlib, path:... or hf:..."
+# Options that decide where results go, how work is laid out, where files lie, and what rows call the text.
+WITHOUT_EFFECT = ("run.", "execution.", "data.name", "data.cache_dir")
+TEXT_SOURCE = Pattern(re.compile(r"stdlib|(path|hf):.+", re.DOTALL), "stdlib, path:... or hf:...")
 
 
 @dataclass
@@ -41,18 +40,12 @@ class ModelConfig:
     layers: int = option(
         8, "decoder layers: 8, 18, 28, 38 for 0.5B, 1B, 1.5B, 2B", source=TABLE_2, minimum=1, maximum=1000
     )
-    hidden_size: int = option(2048, "K, width of the residual stream", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE)
-    intermediate_size: int = option(
-        5632, "N, neurons of a feed-forward block", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE
-    )
+    hidden_size: int = option(2048, "K, width of the residual stream", source=TABLE_2, **SIZE)
+    intermediate_size: int = option(5632, "N, neurons of a feed-forward block", source=TABLE_2, **SIZE)
     attention_heads: int = option(
-        32,
-        "query heads; a head has hidden_size / attention_heads dimensions",
-        source=TABLE_2,
-        minimum=1,
-        maximum=LARGEST_SIZE,
+        32, "query heads; a head has hidden_size / attention_heads dimensions", source=TABLE_2, **SIZE
     )
-    key_value_heads: int = option(32, "key and value heads", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE)
+    key_value_heads: int = option(32, "key and value heads", source=TABLE_2, **SIZE)
     activation: Literal["relu", "relu2", "silu"] = option(
         "relu", "of the gate (of the up projection if not gated); relu2 is the square of relu", source=TABLE_2
     )
@@ -71,16 +64,8 @@ class ModelConfig:
     rms_norm_eps: float = option(1e-6, "epsilon of the RMS norms", source="transformers' Llama", minimum=0)
 
     def __post_init__(self) -> None:
-        _require(
-            self.hidden_size % (2 * self.attention_heads) == 0,
-            f"model.hidden_size must be a multiple of 2 * model.attention_heads = {2 * self.attention_heads}",
-            self.hidden_size,
-        )
-        _require(
-            self.attention_heads % self.key_value_heads == 0,
-            f"model.attention_heads must be a multiple of model.key_value_heads = {self.key_value_heads}",
-            self.attention_heads,
-        )
+        _require_multiple("model.hidden_size", self.hidden_size, "2 * model.attention_heads", 2 * self.attention_heads)
+        _require_multiple("model.attention_heads", self.attention_heads, "model.key_value_heads", self.key_value_heads)
 
     @property
     def parameters(self) -> int:
@@ -106,14 +91,12 @@ class DataConfig:
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
         required=True,
         pattern=TEXT_SOURCE,
-        described=A_TEXT_SOURCE,
     )
     name: str = option("", "what result rows call the text; empty: the source, without the folders of a path")
     validation: str = option(
         "",
         "source of the validation text; empty: a share of the documents is held out",
         pattern=TEXT_SOURCE,
-        described=A_TEXT_SOURCE,
     )
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
     validation_share: float = option(
@@ -164,18 +147,12 @@ class TrainingConfig:
         "bfloat16", "of the products (autocast); weights and optimizer stay in float32", source=TABLE_2
     )
     seed: int = option(
-        0,
-        "of the initial weights, the order of the data, and reinitialised neurons",
-        minimum=0,
-        maximum=LARGEST_SEED,
+        0, "of the initial weights, the order of the data, and reinitialised neurons", minimum=0, maximum=LARGEST_SEED
     )
 
     def __post_init__(self) -> None:
-        _require(
-            self.tokens_per_step % self.sequence_length == 0,
-            f"training.tokens_per_step must be a multiple of training.sequence_length = {self.sequence_length}",
-            self.tokens_per_step,
-        )
+        length = self.sequence_length
+        _require_multiple("training.tokens_per_step", self.tokens_per_step, "training.sequence_length", length)
 
 
 @dataclass
@@ -249,11 +226,7 @@ class SparsityConfig:
         warm-up is. "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
         warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
         exempt = self.l1 > 0 and self.exempt > 0
-        on = {
-            "dead_neuron_reinit": self.dead_neuron_reinit,
-            "l1_warmup": warmup and not exempt,
-            "hot_exempt": exempt,
-        }
+        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup and not exempt, "hot_exempt": exempt}
         return "_".join(name for name, used in on.items() if used) or "none"
 
 
@@ -273,8 +246,7 @@ class SparseConfig:
         "non-zeros per token that a sparse layer can keep for its backward pass; with more, its gradients come from "
         "dense products. null: as many as are measured, and more for the next call where these did not do",
         unit="non-zeros/token",
-        minimum=1,
-        maximum=LARGEST_SIZE,
+        **SIZE,
     )
     backup: float | None = option(
         None,
@@ -294,9 +266,7 @@ class SparseConfig:
 class ExecutionConfig:
     """How the work is laid out. Under torchrun every process takes its share of each step."""
 
-    device: str = option(
-        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, described=A_DEVICE
-    )
+    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE)
     micro_batch: int | None = option(
         None,
         "most sequences of one forward pass: the largest number up to this that divides a process's share of a step is "
@@ -316,10 +286,8 @@ class ExecutionConfig:
 class RunConfig:
     """Where results go and when they are written."""
 
-    study: str = option(
-        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, described=A_NAME
-    )
-    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, described=A_NAME)
+    study: str = option("local", "name of the study, for result rows and the run folder", required=True, pattern=NAME)
+    item: str = option("train", "name of the run in the study", required=True, pattern=NAME)
     dir: str | None = option(
         None, "the run's folder; null: runs/<study>/<item>. A run found there is continued", required=True
     )
@@ -345,7 +313,6 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.dir) if self.dir is not None else Path("runs") / self.study / self.item
 
 
@@ -369,31 +336,26 @@ class TrainConfig:
     EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above", "data.skip_records")
 
     def __post_init__(self) -> None:
-        _require(
-            self.training.sequence_length <= self.model.max_positions,
-            f"training.sequence_length must be at most model.max_positions = {self.model.max_positions}",
-            self.training.sequence_length,
-        )
-        if self.model.activation == "silu" and self.sparsity.dead_neuron_reinit:
-            raise ConfigError(
-                "sparsity.dead_neuron_reinit needs model.activation=relu or relu2: no other neuron is ever dead"
-            )
-        backend = self.execution.sparse.backend
-        if self.model.activation == "silu" and backend not in ("auto", "dense"):
-            needs = "needs model.activation=relu or relu2: other blocks are always dense"
-            raise ConfigError(f"execution.sparse.backend={backend} {needs}")
-        if self.sparsity.exempt and self.model.activation == "silu":
-            needs = "needs model.activation=relu or relu2: other neurons always fire"
-            raise ConfigError(f"sparsity.exempt={self.sparsity.exempt} {needs}")
+        length, longest = self.training.sequence_length, self.model.max_positions
+        if length > longest:
+            raise ConfigError(f"training.sequence_length must be at most model.max_positions = {longest}, got {length}")
+        backend, exempt = self.execution.sparse.backend, self.sparsity.exempt
+        needing = {
+            "sparsity.dead_neuron_reinit": (self.sparsity.dead_neuron_reinit, "no other neuron is ever dead"),
+            f"execution.sparse.backend={backend}": (backend not in ("auto", "dense"), "other blocks are always dense"),
+            f"sparsity.exempt={exempt}": (exempt, "other neurons always fire"),
+        }
+        for what, (is_on, why) in needing.items():
+            if is_on and self.model.activation == "silu":
+                raise ConfigError(f"{what} needs model.activation=relu or relu2: {why}")
         if self.data.source.startswith("hf:") and self.data.max_tokens is None:
             budget = self.training.steps * self.training.tokens_per_step
             self.data = dataclasses.replace(self.data, max_tokens=budget)
 
 
-def science(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide the results, flat: what two processes must share to continue the same run."""
-    values = {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE}
-    return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+def science(config: Any) -> dict[str, Any]:
+    """The options of a program that decide its results, flat: what two trainings must share to be the same run."""
+    return {key: value for key, value in to_dict(config).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> str:
@@ -457,6 +419,6 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
     return max(size for size in (*small, *(share // size for size in small)) if size <= most)
 
 
-def _require(condition: bool, wanted: str, got: Any) -> None:
-    if not condition:
-        raise ConfigError(f"{wanted}, got {got!r}")
+def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    if value % of:
+        raise ConfigError(f"{name} must be a multiple of {of_name} = {of}, got {value}")

@@ -7,24 +7,35 @@ import re
 import reprlib
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-# Names of studies and items become those of folders and jobs. None of these characters means anything to a shell, to
-# SLURM's file name patterns (%j), or to a path; files get longer names than 200 characters beside them.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}")
-A_NAME = "of at most 200 letters, digits and . _ + = -, the first of them a letter or a digit"
-DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
-A_DEVICE = "auto, cpu, cuda or cuda:N"
+LARGEST_INTEGER = 2**63 - 1
 # Seeds of numpy have 32 bits, and a training draws from the next seed as well.
 LARGEST_SEED = 2**32 - 2
-LARGEST_INTEGER = 2**63 - 1
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 100
 _shortened.maxlevel = 3
+
+
+class Pattern(NamedTuple):
+    """What a text must match as a whole, and the same in words."""
+
+    expression: re.Pattern[str]
+    words: str
+
+
+# Names of studies and items become those of folders and jobs. None of these characters means anything to a shell, to
+# SLURM's file name patterns (%j), or to a path; files get longer names than 200 characters beside them.
+NAME = Pattern(
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}"),
+    "of at most 200 letters, digits and . _ + = -, the first of them a letter or a digit",
+)
+DEVICE = Pattern(re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?"), "auto, cpu, cuda or cuda:N")
 
 
 def shown(value: Any) -> str:
@@ -63,9 +74,9 @@ class Range:
     """Which values of its type an option takes; of a list's, the bounds hold for each item.
 
     `minimum` and `maximum` are allowed themselves, `above` and `below` are not. `finite` forbids infinities; NaN never
-    is a value. `required`: a text or a list must not be empty. `distinct`: the items of a list must differ. `pattern`,
-    in words: `described`, must match a text as a whole; an empty one passes unless it is required. `choices` are the
-    only texts, `check` raises ValueError for those that are none.
+    is a value. `required`: a text or a list must not be empty. `distinct`: the items of a list must differ. `pattern`
+    must match a text; an empty one passes unless it is required. `choices` are the only texts, `check` raises
+    ValueError for those that are none.
     """
 
     minimum: float | None = None
@@ -75,8 +86,7 @@ class Range:
     finite: bool = True
     required: bool = False
     distinct: bool = False
-    pattern: re.Pattern[str] | None = None
-    described: str = ""
+    pattern: Pattern | None = None
     choices: Sequence[str] = ()
     check: Callable[[str], None] | None = None
 
@@ -107,8 +117,8 @@ class Range:
     def _problem(self, key: str, value: Any) -> str | None:
         must = None
         if isinstance(value, str):
-            if self.pattern is not None and value and not self.pattern.fullmatch(value):
-                must = self.described
+            if self.pattern is not None and value and not self.pattern.expression.fullmatch(value):
+                must = self.pattern.words
             elif self.choices and value not in self.choices:
                 must = f"of {', '.join(self.choices)}"
             elif self.check is not None:
@@ -125,25 +135,18 @@ class Range:
             return "an integer of 64 bits"
         if math.isnan(value) or (self.finite and math.isinf(value)):
             return "a finite number" if self.finite else "a number"
-        if self.minimum is not None and value < self.minimum:
-            return f"at least {self.minimum}"
-        if self.maximum is not None and value > self.maximum:
-            return f"at most {self.maximum}"
-        if self.above is not None and value <= self.above:
-            return f"above {self.above}"
-        if self.below is not None and value >= self.below:
-            return f"below {self.below}"
-        return None
+        broken = {
+            f"at least {self.minimum}": self.minimum is not None and value < self.minimum,
+            f"at most {self.maximum}": self.maximum is not None and value > self.maximum,
+            f"above {self.above}": self.above is not None and value <= self.above,
+            f"below {self.below}": self.below is not None and value >= self.below,
+        }
+        return next((words for words, is_broken in broken.items() if is_broken), None)
 
 
 def first_twice(items: Iterable[Any]) -> Any:
     """The first item that is there twice; None if all differ."""
-    seen = set()
-    for item in items:
-        if item in seen:
-            return item
-        seen.add(item)
-    return None
+    return next((item for item, count in Counter(items).items() if count > 1), None)
 
 
 class _TextLoader(yaml.SafeLoader):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import experiments
 from experiments.run.config import find_yaml, listing_options, nearest, option, parse, to_dict
@@ -18,7 +18,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
 from experiments.run.output import OutputConfig
 from experiments.run.train_config import TEXT, RunConfig
-from experiments.run.values import A_NAME, NAME, in_one_line, shown
+from experiments.run.values import NAME, in_one_line, shown
 from experiments.study.graph import PREPARE, Expected, Graph, Item, config_difference, config_of, entry_point
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
@@ -33,12 +33,11 @@ BLOCKS = ("ffn_forward", "ffn_training")
 OF_MODELS = ("throughput", "peak_memory")
 MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
 BENCHMARKS = ("bench_kernels", *MODEL_BENCHMARKS)
-MEASUREMENTS = ("nonzeros", "evaluate", *BENCHMARKS)
-KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
+KINDS = (PREPARE, "train", "nonzeros", "evaluate", *BENCHMARKS, "build", "notebooks")
 # Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
 # Arguments of a training that determine which tokens it reads, or whether those options are compatible.
-_OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
+_OF_THE_TEXT = re.compile(r"\s*((config|model|data)\s*=|(model|data)\.|training\.(?!seed=))")
 # Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
 # How values of a sweep are written: commas in these are part of a value.
@@ -88,15 +87,11 @@ class StudyConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
-            if unknown := [kind for kind in kinds if kind not in KINDS]:
+        for name in ("arguments", "seconds", "kinds"):
+            if unknown := [kind for kind in getattr(self, name) if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
-        for name, lists in (
-            ("trainings", self.trainings),
-            ("benchmarks", self.benchmarks),
-            ("arguments", self.arguments),
-        ):
-            for key, words in lists.items():
+        for name in ("trainings", "benchmarks", "arguments"):
+            for key, words in getattr(self, name).items():
                 arguments = _kind_and_arguments(words)[1] if name == "benchmarks" else words
                 if wrong := [word for word in arguments if word.startswith("-") or word.find("=") < 1]:
                     first = f"; the first word may be one of {', '.join(BENCHMARKS)}" if name == "benchmarks" else ""
@@ -221,10 +216,10 @@ def check_name(name: str, what: str) -> str:
     """Returns `name` if it is a valid name of a study, an item or a job.
 
     Raises:
-        ConfigError: it does not match A_NAME.
+        ConfigError: it does not match NAME.
     """
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{what} {shown(name)}: a name must be {A_NAME}")
+    if not NAME.expression.fullmatch(name):
+        raise ConfigError(f"{what} {shown(name)}: a name must be {NAME.words}")
     return name
 
 
@@ -305,8 +300,8 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
         yield _item(config, name, "train", *arguments, needs=(texts[name].name,), expected=expected)
     models = {name: str(folder / name) for name in names} | config.checkpoints
     needed = {name: (name,) if name in config.trainings else () for name in models}
-    text = [f"data={config.data}"] if config.data else []  # of a training it is that of its checkpoint
-    texts_of = {name: text if name in config.checkpoints else [] for name in models}
+    # That of a training is its checkpoint's.
+    texts_of = {name: [f"data={config.data}"] if config.data and name in config.checkpoints else [] for name in models}
     for name, checkpoint in models.items():
         if "model.activation=silu" in config.trainings.get(name, []):
             continue  # firing is defined for ReLU models only: a SiLU is never exactly zero
@@ -361,13 +356,9 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
     items: dict[tuple[str, ...], Item] = {}
     texts = {}
     for name, arguments in trainings.items():
-        of_the_text = []
-        for argument in arguments:
-            group, dot, _ = argument.partition("=")[0].strip().partition(".")
-            if group + dot in _OF_THE_TEXT and not argument.startswith("training.seed="):
-                of_the_text.append(argument)
+        chosen = tuple(filter(_OF_THE_TEXT.match, arguments))
         # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
-        if (chosen := tuple(of_the_text)) not in items:
+        if chosen not in items:
             config = config_of(Item(name, "train", "experiments.train", chosen, folder))
             text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
             # A digest of everything that determines the tokens and their folder: it is unique to a text.
@@ -402,20 +393,13 @@ def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) 
 # --- one command ------------------------------------------------------------------------------------------------------
 
 
-class Command(NamedTuple):
-    """A study's name and folder, the items that a command line asks for, and the configurations of their programs (None
-    for the making of a text)."""
-
-    study: str
-    folder: Path
-    items: list[Item]
-    configs: dict[str, Any]
-
-
-def command_items(module: str, arguments: Sequence[str]) -> Command:
+def command_items(module: str, arguments: Sequence[str]) -> tuple[str, Path, list[Item], dict[str, Any]]:
     """One item for each combination of values that the arguments name (`training.seed=0,1,2`), after what it needs.
     Several runs have items and folders of their own: inside of `run.dir` if that is given, else beside where a single
     run would be.
+
+    Returns the study's name and folder, the items, and the configurations of their programs (None for the making of a
+    text).
 
     Raises:
         ConfigError: no such module, one without a typed configuration, or wrong arguments.
@@ -439,11 +423,11 @@ def command_items(module: str, arguments: Sequence[str]) -> Command:
         configs[item.name] = config
     folder = items[0].folder.parent
     if items[0].kind != "train":
-        return Command(study, folder, items, configs)
+        return study, folder, items, configs
     texts = prepared_texts({item.name: item.arguments for item in items}, study, folder)
     trainings = [replace(item, needs=(texts[item.name].name,)) for item in items]
     made = {text.name: text for text in texts.values()}
-    return Command(study, folder, [*made.values(), *trainings], dict.fromkeys(made) | configs)
+    return study, folder, [*made.values(), *trainings], dict.fromkeys(made) | configs
 
 
 def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
@@ -25,16 +26,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.run.config import load_config, parse, to_dict
+from experiments.run.config import load_config, parse
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
-from experiments.run.train_config import WITHOUT_EFFECT
+from experiments.run.train_config import science
 
 MADE_FROM = "needs.json"
 PREPARE = "prepare_data"  # the kind of items that make token files
-# Options in these sections determine where results go and how work is distributed, but not the results.
-NO_EFFECT_SECTIONS = ("run.", "execution.")
 Row = Mapping[str, Any]
 
 
@@ -92,7 +91,6 @@ class Item:
 
     @property
     def rows_path(self) -> Path:
-        """The path of its rows."""
         return self.folder / "rows.csv"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -205,11 +203,8 @@ class Change(NamedTuple):
 
 def difference(saved: Any, asked: Any) -> Change | None:
     """The first option with an effect on results that differs between two configurations of one class."""
-    before, now = to_dict(saved), to_dict(asked)
-    for key in now:
-        if before[key] != now[key] and not key.startswith(NO_EFFECT_SECTIONS) and key not in WITHOUT_EFFECT:
-            return Change(key, before[key], now[key])
-    return None
+    before, now = science(saved), science(asked)
+    return next((Change(key, before[key], value) for key, value in now.items() if before[key] != value), None)
 
 
 # --- what is done -----------------------------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ class Graph:
     def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
         self.items: dict[str, Item] = {}
         self._same_config = same_config
-        self._kept: dict[tuple[str, str], Any] | None = None
+        self._read: Callable[[Callable[[Item], Any], Item], Any] = lambda read, item: read(item)
         for item in items:
             unknown = [name for name in item.needs if name not in self.items]
             if item.name in self.items or unknown:
@@ -244,11 +239,10 @@ class Graph:
         unknown = [name for name in names if name not in self.items]
         if unknown:
             raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
-        chosen, stack = set(), list(names)
-        while stack:
-            name = stack.pop()
-            chosen.add(name)
-            stack += self.items[name].needs
+        chosen = set(names)
+        for item in reversed(self.items.values()):
+            if item.name in chosen:
+                chosen.update(item.needs)
         return Graph((item for item in self.items.values() if item.name in chosen), self._same_config)
 
     def problem(self, item: Item) -> str | None:
@@ -274,28 +268,19 @@ class Graph:
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
         """Inside the block, each file of results is read only once."""
-        outer = self._kept
-        if self._kept is None:
-            self._kept = {}
+        before = self._read
+        self._read = functools.cache(before)
         try:
             yield
         finally:
-            self._kept = outer
+            self._read = before
 
     def rows(self, item: Item) -> list[dict[str, Any]]:
         """The item's rows. Raises `ValueError` if the file is damaged, `OSError` if it cannot be read."""
-        return self._once("rows", item, Item.rows)
+        return self._read(Item.rows, item)
 
     def digest(self, item: Item) -> str:
-        """The item's digest (`Item.digest`)."""
-        return self._once("digest", item, Item.digest)
-
-    def _once(self, what: str, item: Item, read: Callable[[Item], Any]) -> Any:
-        if self._kept is None:
-            return read(item)
-        if (what, item.name) not in self._kept:
-            self._kept[what, item.name] = read(item)
-        return self._kept[what, item.name]
+        return self._read(Item.digest, item)
 
     def states(self) -> dict[str, tuple[State, str]]:
         """Every item's state and the reason for it."""

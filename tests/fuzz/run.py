@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from random import Random
 
@@ -68,8 +69,8 @@ def fuzz(
             with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
                 case = TARGETS[name](Path(scratch))
                 end = time.monotonic() + (seconds or 0) / len(names)
-                numbers = iter(cases) if cases is not None else _until(end)
-                for number in numbers:
+                in_time = takewhile(lambda number, end=end: number == 0 or time.monotonic() < end, count())
+                for number in in_time if cases is None else cases:
                     tally.tried[name] = tally.tried.get(name, 0) + 1
                     try:
                         with _limited():
@@ -80,13 +81,6 @@ def fuzz(
         root.handlers = handlers
         torch.set_num_threads(threads)
     return tally
-
-
-def _until(end: float) -> Iterator[int]:
-    number = 0
-    while number == 0 or time.monotonic() < end:
-        yield number
-        number += 1
 
 
 def _told(error: BaseException) -> str:

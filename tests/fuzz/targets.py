@@ -246,12 +246,8 @@ def data_target(scratch: Path) -> Case:
     (sound / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (sound / "a.jsonl.xz").write_bytes(lzma.compress(lines))
     (sound / "a.txt").write_bytes(lines)
-    for name, column in (
-        ("a", [one["text"] for one in text]),
-        ("null", ["a", None]),
-        ("int", [1, 2]),
-        ("bytes", [b"\xff"]),
-    ):
+    columns = {"a": [one["text"] for one in text], "null": ["a", None], "int": [1, 2], "bytes": [b"\xff"]}
+    for name, column in columns.items():
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), sound / f"{name}.parquet")
     (sound / "lone.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}')
     run = scratch / "tokens"
@@ -361,16 +357,8 @@ def training_target(scratch: Path) -> Case:
     tiny += ["training.sequence_length=16", "training.tokens_per_step=64", "training.precision=float32"]
     tiny += ["training.steps=1", "run.evaluation_tokens=64", "run.progress=none", f"run.dir={scratch}/run"]
     # Sizes that are valid and too large for a test; and folders outside of the scratch folder.
-    left_out = (
-        "model.",
-        "training.",
-        "data.source",
-        "data.tokenizer",
-        "data.cache_dir",
-        "run.dir",
-        "execution.compile",
-    )
-    known = [one for one in options(TrainConfig) if not one[0].startswith(left_out)]
+    others = ("model.", "training.", "data.source", "data.tokenizer", "data.cache_dir", "run.dir", "execution.compile")
+    known = [one for one in options(TrainConfig) if not one[0].startswith(others)]
 
     def case(random: Random) -> None:
         folder = scratch / "run"

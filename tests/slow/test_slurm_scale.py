@@ -12,17 +12,16 @@ from experiments.run.config import parse, to_yaml
 from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import TRAINING_METRICS, load_study, study_items
-from experiments.study.graph import State
 from slurm import scheduler
 from slurm.collect import collect
-from slurm.display import plain, summary
+from slurm.display import plain
 from slurm.manage import lines
 from slurm.records import Job, Report, Submission, config_digest, note_submitted, now, write_submission
 
 RUNS = 2000
 # Of the time that the machine needs just to parse the configurations of the runs: its speed does not count, more than
 # linear work does.
-STATUS_LIMIT, COLLECT_LIMIT = 5, 12
+STATUS_LIMIT, COLLECT_LIMIT = 8, 20
 LAYERS, RECORDS = 8, 20
 UNITS = {"nonzeros": 30.0, "dead_fraction": 0.3, "throughput": 100.0}
 
@@ -46,8 +45,8 @@ def study(tmp_path_factory):
     write_submission(folder, Submission(tuple(made), str(root), {item.name: 10000 for item in made}))
     jobs = [Job(item.name, f"{7 + n // 1000}_{n % 1000}", "slurm", "log", now()) for n, item in enumerate(made)]
     note_submitted(folder, jobs)
-    template = parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"])
-    text = to_yaml(template)
+    text = to_yaml(parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"]))
+    rows = training_rows(root / "rows.csv")
     for number, (item, job) in enumerate(zip(made, jobs, strict=True)):
         finished, failed = number < RUNS - 100, number >= RUNS - 50
         item.folder.mkdir()
@@ -58,9 +57,9 @@ def study(tmp_path_factory):
         report = Report(job.job, state, "node7", 0, item.arguments, now(), error="ValueError: no" if failed else "")
         if finished:
             report = dataclasses.replace(report, config=config_digest(item.folder))
+            own = rows.replace("STUDY", folder.name).replace("ITEM", item.name)
+            (item.folder / "rows.csv").write_text(own.replace("0.125", str(l1)).replace("777777", str(seed)))
         (item.folder / "job.json").write_text(json.dumps(dataclasses.asdict(report)))
-        if finished:
-            write_training_rows(item, folder.name, l1, seed)
     return folder
 
 
@@ -72,23 +71,16 @@ def write_metrics(folder, records):
             file.write(json.dumps(record) + "\n")
 
 
-_TEXTS = {}
-
-
-def write_training_rows(item, study, l1, seed):
-    """Rows as a training leaves them. The text is made once: what is measured here is reading."""
-    path = item.folder / "rows.csv"
-    if not _TEXTS:
-        known = {"study": "STUDY", "item": "ITEM", "op": "train", "plan": "hybrid", "backend": "dense", "model": "0.5b"}
-        known |= {"layers": LAYERS, "activation": "relu", "gated": True, "l1": 0.125, "modification": "none"}
-        known |= {"seed": 777777, "step": 10000, "tokens": 2**20, "hidden": 2048, "intermediate": 5632}
-        rows = [make_row(**known, metric=name, value=UNITS.get(name, 4.0), n=1) for name in TRAINING_METRICS]
-        by_layer = [(name, layer) for name in ("nonzeros", "dead_fraction") for layer in range(LAYERS)]
-        rows += [make_row(**known, metric=name, layer=layer, value=UNITS[name], n=1) for name, layer in by_layer]
-        write_rows(path, rows)
-        _TEXTS["rows"] = path.read_text()
-    text = _TEXTS["rows"].replace("STUDY", study).replace("ITEM", item.name)
-    path.write_text(text.replace("0.125", str(l1)).replace("777777", str(seed)))
+def training_rows(path):
+    """The text of rows as a training leaves them, made once: what is measured here is reading."""
+    known = {"study": "STUDY", "item": "ITEM", "op": "train", "plan": "hybrid", "backend": "dense", "model": "0.5b"}
+    known |= {"layers": LAYERS, "activation": "relu", "gated": True, "l1": 0.125, "modification": "none"}
+    known |= {"seed": 777777, "step": 10000, "tokens": 2**20, "hidden": 2048, "intermediate": 5632}
+    rows = [make_row(**known, metric=name, value=UNITS.get(name, 4.0), n=1) for name in TRAINING_METRICS]
+    by_layer = [(name, layer) for name in ("nonzeros", "dead_fraction") for layer in range(LAYERS)]
+    rows += [make_row(**known, metric=name, layer=layer, value=UNITS[name], n=1) for name, layer in by_layer]
+    write_rows(path, rows)
+    return path.read_text()
 
 
 def seconds(function, *arguments):
@@ -114,12 +106,12 @@ def in_queue(jobs):
 
 def test_the_status_of_2000_runs(study, parsing, monkeypatch):
     monkeypatch.setattr(scheduler, "queue", in_queue)
-    (made, states), took = seconds(lines, study)
+    (title, made, states), took = seconds(lines, study)
     assert took < STATUS_LIMIT * parsing, f"{took:.1f} s for the status of {RUNS} runs, {parsing:.1f} s to parse them"
-    text = plain(summary("large", (line.state for line in made)), made)
+    text = plain(title, made)
     assert text.startswith("study large: 2000 items: 50 failed, 50 running, 1900 done")
-    running = next(line for line in made if line.state is State.RUNNING)
-    shown = [running.cells[name] for name in ("step", "loss", "non-zeros", "tokens/s", "node", "left")]
+    running = next(line for line in made if line["state"] == "running")
+    shown = [running[name] for name in ("step", "loss", "non-zeros", "tokens/s", "node", "left")]
     assert shown == ["5000/10000", "4.000", "30.0", "100,000", "node7", "14:33 h"]
     assert len(states) == RUNS
     print(f"status of {RUNS} runs: {took:.1f} s (parsing alone: {parsing:.1f} s)")

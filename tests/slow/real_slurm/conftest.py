@@ -1,6 +1,5 @@
 """Fixtures: a real SLURM for the whole test run, and submissions to it."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -50,14 +49,6 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [json.dumps({"text": f"{n} plus {n} is {n + n}, and {n} times two is {2 * n}. " * 4}) for n in range(400)]
-    (folder / "docs.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-@pytest.fixture
 def arguments(corpus):
     """The command line of a small training; values given later win."""
 
@@ -81,13 +72,8 @@ class Launched:
     """What was submitted in one folder."""
 
     def __init__(self, root: Path, cluster_file: Path, slurm: MiniSlurm) -> None:
-        self.runs, self.folder, self.slurm, self.cluster_file = (
-            root / "runs",
-            root / "runs" / "test",
-            slurm,
-            cluster_file,
-        )
-        self.said = []
+        self.runs, self.folder = root / "runs", root / "runs" / "test"
+        self.slurm, self.cluster_file, self.said = slurm, cluster_file, []
 
     def submit(self, *arguments, **fields):
         overrides = [f"cluster.{name}={value}" for name, value in fields.items()]

@@ -58,7 +58,7 @@ SlurmdTimeout=6
 # Jobs of "main" evict those of "scavenge". These get SIGTERM at once, and are requeued at the end of GraceTime.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-{parameters}
+SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_ports}] CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=off
@@ -92,7 +92,8 @@ class MiniSlurm:
         self.start_controller()
         for node in NODES:
             self.start_node(node)
-        wait_until(lambda: self._states() == {"idle"}, 30, "idle nodes")
+        states = ("sinfo", "-h", "-N", "-p", "main", "-o", "%T")
+        wait_until(lambda: {*self.output(*states, check=False).split()} == {"idle"}, 30, "idle nodes")
 
     def _configuration(self) -> str:
         ports = _free_ports(3)
@@ -104,7 +105,6 @@ class MiniSlurm:
             host=host,
             user=subprocess.check_output(["id", "-un"], text=True).strip(),
             listen="CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" if local else "",
-            parameters="SlurmctldParameters=preempt_send_user_signal",
             first_job=1000 + secrets.randbelow(50_000_000),
             port=ports[0],
             node_ports=f"{ports[1]}-{ports[2]}",
@@ -138,7 +138,8 @@ class MiniSlurm:
         doomed = self._steps(node)
         self._end(f"slurmd.{node}", signal.SIGKILL)
         for pid in reversed(doomed):
-            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _steps(self, node: str) -> list[int]:
         """Every process of the node's jobs, and the slurmstepd above them, which has left slurmd's process tree."""
@@ -179,11 +180,10 @@ class MiniSlurm:
 
     def _start(self, name: str, *command: str) -> None:
         program = shutil.which(command[0], path=SYSTEM_PATH)
-        log = (self.folder / f"{name}.out").open("ab")
-        self._daemons[name] = subprocess.Popen(
-            [program, *command[1:]], env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-        log.close()
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                [program, *command[1:]], env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def _wait_for(self, name: str, condition: Callable[[], bool]) -> None:
         """Raises `TimeoutError`, with what the daemon said, when the condition does not become true."""
@@ -213,9 +213,6 @@ class MiniSlurm:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=check, timeout=60)
         return done.stdout
 
-    def _states(self) -> set[str]:
-        return set(self.output("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split())
-
 
 def wait_until(condition, seconds: float, what: str) -> None:
     """Raises `TimeoutError` when the condition does not become true."""
@@ -241,8 +238,3 @@ def _address(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError:
         return ""
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

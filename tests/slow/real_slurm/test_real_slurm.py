@@ -50,12 +50,10 @@ def report_of(config):
 
 
 @pytest.fixture(scope="session")
-def whole(corpus, tmp_path_factory, request):
+def whole(arguments, tmp_path_factory):
     """The long training in one go, in this process."""
-    folder = tmp_path_factory.mktemp("whole")
-    words = ["model=smoke", "model.vocab_size=300", f"data=path:{corpus}/docs.jsonl", f"data.cache_dir={corpus}/cache"]
-    words += ["data.validation_share=0.1", "training.precision=float32", "training.tokens_per_step=256"]
-    config = parse(TrainConfig, [*words, "execution.micro_batch=4", *LONG, f"run.dir={folder}", "run.progress=none"])
+    place = f"run.dir={tmp_path_factory.mktemp('whole')}"
+    config = parse(TrainConfig, arguments(*LONG, place, "run.progress=none"))
     train.main(config)
     return config
 
