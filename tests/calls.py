@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from twell import FFNStats, Plan, SparseFeedForward, sparse_ffn
-from twell.testing import Problem
+from twell.testing import Problem, make_problem
 
 OF_PLANS = ("backend", "hot", "up_to", "capacity", "backup", "screened")
 OF_BLOCKS = ("activation", "keep_stats", "device", "dtype")
@@ -39,6 +40,57 @@ def change(block: SparseFeedForward, **fields: Any) -> None:
     """Change these fields of the block's plan."""
     given = plan_with(**fields)
     block.plan = replace(block.plan, **{name: getattr(given, name) for name in fields})
+
+
+def y_and_l1(*operands: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
+    """(y, L1 term) of `run_ffn`, as `twell.testing.check` compares them."""
+    y, stats = run_ffn(*operands, **named)
+    return y, stats.l1
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(function.name())
+        return function(*arguments, **(keywords or {}))
+
+
+def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
+    """30 tokens of a small block."""
+    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
+
+
+def upstream(problem: Problem) -> Tensor:
+    """A gradient of y."""
+    generator = torch.Generator(problem.x.device).manual_seed(1)
+    return torch.randn(problem.x.shape, device=problem.x.device, generator=generator).to(problem.x.dtype)
+
+
+def leaves(problem: Problem) -> Problem:
+    """The same problem, whose gradients are wanted."""
+    return problem.each(lambda tensor: tensor.detach().clone().requires_grad_())
+
+
+def firing_block(rates: Tensor, hidden: int = 16) -> SparseFeedForward:
+    """A gated block whose neurons fire at these rates [N] on `rising_tokens`."""
+    torch.manual_seed(0)
+    block = SparseFeedForward(hidden, len(rates))
+    with torch.no_grad():
+        block.gate_proj.weight.zero_()
+        block.gate_proj.weight[:, 0], block.gate_proj.weight[:, 1] = 1, rates - 1
+    return block
+
+
+def rising_tokens(hidden: int = 16) -> Tensor:
+    """[1000, K]: the first column rises from 0 to 1, the second is 1."""
+    x = torch.zeros(1000, hidden)
+    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
+    return x
 
 
 def exact_pattern(counts: list[int], hidden: int, tile: int, tiles: int, device: str = "cpu") -> Problem:

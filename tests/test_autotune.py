@@ -6,37 +6,20 @@ import time
 
 import pytest
 import torch
-from calls import make_block
+from calls import firing_block, rising_tokens
 
-from twell import Plan, SparseFeedForward, autotune, registry
+from twell import Plan, autotune, registry
 from twell.registry import BackendUnavailable
 from twell.tuning import Choice, Form, Tuning, forward
 from twell.tuning.forward import contenders
 from twell.tuning.timing import sustained_times
 
-HIDDEN, NEURONS = 16, 512
+NEURONS = 512
 DENSE, QUICK = Form("dense"), Form("quick")
 
 
-def a_block(rates) -> SparseFeedForward:
-    """A block whose neurons fire at these rates on `tokens()`."""
-    block = make_block(HIDDEN, NEURONS, keep_stats=False)
-    with torch.no_grad():
-        block.gate_proj.weight.zero_()
-        block.gate_proj.weight[:, 0] = 1
-        block.gate_proj.weight[:, 1] = rates - 1
-    return block
-
-
-def tokens() -> torch.Tensor:
-    """[1000, K]: the first column rises from 0 to 1, the second is 1."""
-    x = torch.zeros(1000, HIDDEN)
-    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
-    return x
-
-
 def model(*rates) -> torch.nn.Sequential:
-    return torch.nn.Sequential(*(Reset(a_block(torch.as_tensor(r).expand(NEURONS))) for r in rates)).eval()
+    return torch.nn.Sequential(*(Reset(firing_block(torch.as_tensor(r).expand(NEURONS))) for r in rates)).eval()
 
 
 class Reset(torch.nn.Module):
@@ -47,7 +30,7 @@ class Reset(torch.nn.Module):
         self.block = block
 
     def forward(self, x):
-        self.block(tokens())
+        self.block(rising_tokens())
         return x
 
 

@@ -24,7 +24,7 @@ from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.feedforward import alternatives
-from experiments.bench.options import SINGLE_OPS, exists_for
+from experiments.bench.options import FP8, SINGLE_OPS, exists_for
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch, without_retries
 from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
@@ -677,11 +677,16 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(decoder, monkeypatch
 def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(decoder):
     """They take turns, with weights laid out for dense products and for sparse backends."""
     wanted = decoder.forward("dense")
-    dense, eager, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"])
-    assert [a.backend for a in (dense, eager, sparse)] == ["dense_compiled", "reference", "reference_compiled"]
+    found = decoder_alternatives(decoder, ["dense_compiled", "dense_twell"], ["reference"])
+    dense, own, eager, sparse = found
+    assert [a.backend for a in found] == ["dense_compiled", "dense_twell", "reference", "reference_compiled"]
     assert eager.plan == sparse.plan == "twell"
-    for candidate in (dense, sparse, eager, dense, sparse):
+    decoder.forward(FP8, compiled=True)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for candidate in (dense, sparse, eager, own, dense, sparse):
         torch.testing.assert_close(candidate.call(), wanted, rtol=0.05, atol=0.05)
+        decoder.forward(FP8, compiled=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "none is compiled again"
     decoder.set("reference")
     explained = torch._dynamo.explain(decoder.body)(decoder.ids, use_cache=False)
     assert explained.graph_break_count == 0

@@ -42,7 +42,7 @@ def test_a_trainer_adds_the_l1_term(tmp_path):
 def test_a_trainer_evaluates(tmp_path):
     model = sparsify(AutoModelForCausalLM.from_config(trainer.CONFIG), activation="relu", keep_stats=True)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
-    found = SparseTrainer(model=model, args=arguments, eval_dataset=trainer.Windows(1, 4), l1=0.1).evaluate()
+    found = SparseTrainer(model=model, args=arguments, eval_dataset=trainer.windows(1, 4), l1=0.1).evaluate()
     assert found["eval_loss"] > 0
 
 

@@ -187,16 +187,9 @@ def test_bad_sizes_say_so():
             pack.from_dense(dense, **{name: 1.5})
 
 
-def _ell() -> ELL:
-    return ELL.from_dense(sparse(8, 20, 0.4), 20)
-
-
-def _twell() -> TwELL:
-    return TwELL.from_dense(sparse(8, 20, 0.4), 8, 8)
-
-
-def _hybrid() -> Hybrid:
-    return Hybrid.from_dense(sparse(8, 20, 0.4), 6, 8)
+ELLPACK = ELL.from_dense(sparse(8, 20, 0.4), 20)
+TWELL = TwELL.from_dense(sparse(8, 20, 0.4), 8, 8)
+HYBRID = Hybrid.from_dense(sparse(8, 20, 0.4), 6, 8)
 
 
 def _with(tensor: torch.Tensor, index, value: int) -> torch.Tensor:
@@ -206,50 +199,48 @@ def _with(tensor: torch.Tensor, index, value: int) -> torch.Tensor:
 
 
 CORRUPT = {
-    "1 lengths are outside 0..20": lambda: replace(_ell(), lengths=_with(_ell().lengths, 2, 21)),
-    "columns are outside 0..19": lambda: replace(_ell(), columns=_with(_ell().columns, (0, 0), 20)),
-    "uses a column twice": lambda: replace(_ell(), columns=_with(_ell().columns, (0, 1), int(_ell().columns[0, 0]))),
-    "ELL: lengths must be int32, got torch.int64": lambda: replace(_ell(), lengths=_ell().lengths.long()),
-    "ELL: columns must be torch.uint16, got torch.int32": lambda: replace(_ell(), columns=_ell().columns.int()),
-    "lengths must be [8], got [7]": lambda: replace(_ell(), lengths=_ell().lengths[:7]),
-    "columns must be [8, 20]": lambda: replace(_ell(), columns=_ell().columns[:, :5]),
-    "1 counts are outside 0..8": lambda: replace(_twell(), counts=_with(_twell().counts, (1, 1), -1)),
-    "columns are outside their tile": lambda: replace(_twell(), lanes=_with(_twell().lanes, (0, 1, 0, 0), 7)),
-    "3 tiles of 10 do not make a row of 20": lambda: replace(_twell(), tile=10),
-    "lanes must be [8, 3, 8, 3]": lambda: replace(_twell(), dtype=torch.float32),
-    "lanes must be uint16": lambda: replace(_twell(), lanes=_twell().lanes.int()),
-    "rows point outside the backup of 8": lambda: replace(_hybrid(), row_map=_with(_hybrid().row_map, 0, 8)),
-    "two rows share a row of the backup": lambda: replace(_hybrid(), row_map=torch.zeros_like(_hybrid().row_map)),
-    "both in the ELL part and outside it": lambda: replace(
-        _hybrid(), row_map=torch.arange(8, dtype=torch.int32), ell=replace(_ell(), lengths=_ell().lengths)
+    "1 lengths are outside 0..20": replace(ELLPACK, lengths=_with(ELLPACK.lengths, 2, 21)),
+    "columns are outside 0..19": replace(ELLPACK, columns=_with(ELLPACK.columns, (0, 0), 20)),
+    "uses a column twice": replace(ELLPACK, columns=_with(ELLPACK.columns, (0, 1), int(ELLPACK.columns[0, 0]))),
+    "ELL: lengths must be int32, got torch.int64": replace(ELLPACK, lengths=ELLPACK.lengths.long()),
+    "ELL: columns must be torch.uint16, got torch.int32": replace(ELLPACK, columns=ELLPACK.columns.int()),
+    "lengths must be [8], got [7]": replace(ELLPACK, lengths=ELLPACK.lengths[:7]),
+    "columns must be [8, 20]": replace(ELLPACK, columns=ELLPACK.columns[:, :5]),
+    "1 counts are outside 0..8": replace(TWELL, counts=_with(TWELL.counts, (1, 1), -1)),
+    "columns are outside their tile": replace(TWELL, lanes=_with(TWELL.lanes, (0, 1, 0, 0), 7)),
+    "3 tiles of 10 do not make a row of 20": replace(TWELL, tile=10),
+    "lanes must be [8, 3, 8, 3]": replace(TWELL, dtype=torch.float32),
+    "lanes must be uint16": replace(TWELL, lanes=TWELL.lanes.int()),
+    "rows point outside the backup of 8": replace(HYBRID, row_map=_with(HYBRID.row_map, 0, 8)),
+    "two rows share a row of the backup": replace(HYBRID, row_map=torch.zeros_like(HYBRID.row_map)),
+    "both in the ELL part and outside it": replace(HYBRID, row_map=torch.arange(8, dtype=torch.int32), ell=ELLPACK),
+    "ELL: values must have 2 dimensions, got shape [8]": replace(ELLPACK, values=ELLPACK.values[:, 0]),
+    "ELL: values must be a tensor, got NoneType": replace(ELLPACK, values=None),
+    "ELL: lengths must have 1 dimensions": replace(ELLPACK, lengths=ELLPACK.lengths[:, None]),
+    "ELL: values must be floating of 16, 32 or 64 bits, got torch.int64": replace(
+        ELLPACK, values=ELLPACK.values.long()
     ),
-    "ELL: values must have 2 dimensions, got shape [8]": lambda: replace(_ell(), values=_ell().values[:, 0]),
-    "ELL: values must be a tensor, got NoneType": lambda: replace(_ell(), values=None),
-    "ELL: lengths must have 1 dimensions": lambda: replace(_ell(), lengths=_ell().lengths[:, None]),
-    "ELL: values must be floating of 16, 32 or 64 bits, got torch.int64": lambda: replace(
-        _ell(), values=_ell().values.long()
+    "ELL: dense_width must be an integer, at least 0, got -1": replace(ELLPACK, dense_width=-1),
+    "ELL: all tensors must be on one device that holds data, got cpu, meta": replace(
+        ELLPACK, lengths=ELLPACK.lengths.to("meta")
     ),
-    "ELL: dense_width must be an integer, at least 0, got -1": lambda: replace(_ell(), dense_width=-1),
-    "ELL: all tensors must be on one device that holds data, got cpu, meta": lambda: replace(
-        _ell(), lengths=_ell().lengths.to("meta")
-    ),
-    "TwELL: tile must be an integer, at least 1, got 0": lambda: replace(_twell(), tile=0),
-    "TwELL: tile must be an integer, at least 1, got 2.5": lambda: replace(_twell(), tile=2.5),
-    "TwELL: dense_width must be an integer, 0 to 65536, got -20": lambda: replace(_twell(), dense_width=-20),
-    "TwELL: lanes must have 4 dimensions": lambda: replace(_twell(), lanes=_twell().lanes[0]),
-    "TwELL: counts must have 2 dimensions": lambda: replace(_twell(), counts=_twell().counts[0]),
-    "TwELL: dtype must be floating": lambda: replace(_twell(), dtype=torch.int16),
-    "Hybrid: ell must be an ELL, got TwELL": lambda: replace(_hybrid(), ell=_twell()),
-    "Hybrid: backup must have 2 dimensions": lambda: replace(_hybrid(), backup=_hybrid().backup[0]),
-    "Hybrid: row_map must have 1 dimensions": lambda: replace(_hybrid(), row_map=_hybrid().row_map[None]),
-    "differ in dtype": lambda: replace(_hybrid(), backup=_hybrid().backup.float()),
-    "backup must be [*, 20]": lambda: replace(_hybrid(), backup=_hybrid().backup[:, :4]),
+    "TwELL: tile must be an integer, at least 1, got 0": replace(TWELL, tile=0),
+    "TwELL: tile must be an integer, at least 1, got 2.5": replace(TWELL, tile=2.5),
+    "TwELL: dense_width must be an integer, 0 to 65536, got -20": replace(TWELL, dense_width=-20),
+    "TwELL: lanes must have 4 dimensions": replace(TWELL, lanes=TWELL.lanes[0]),
+    "TwELL: counts must have 2 dimensions": replace(TWELL, counts=TWELL.counts[0]),
+    "TwELL: dtype must be floating": replace(TWELL, dtype=torch.int16),
+    "Hybrid: ell must be an ELL, got TwELL": replace(HYBRID, ell=TWELL),
+    "Hybrid: backup must have 2 dimensions": replace(HYBRID, backup=HYBRID.backup[0]),
+    "Hybrid: row_map must have 1 dimensions": replace(HYBRID, row_map=HYBRID.row_map[None]),
+    "differ in dtype": replace(HYBRID, backup=HYBRID.backup.float()),
+    "backup must be [*, 20]": replace(HYBRID, backup=HYBRID.backup[:, :4]),
 }
 
 
-@pytest.mark.parametrize("message", CORRUPT)
-def test_validate_names_what_is_wrong(message):
-    for sound in (_ell(), _twell(), _hybrid()):
+@pytest.mark.parametrize(("message", "corrupt"), CORRUPT.items())
+def test_validate_names_what_is_wrong(message, corrupt):
+    for sound in (ELLPACK, TWELL, HYBRID):
         sound.validate()
     with pytest.raises(ValueError, match=re.escape(message)):
-        CORRUPT[message]().validate()
+        corrupt.validate()

@@ -137,18 +137,7 @@ def test_more_than_few_tokens_and_rows_that_do_not_fit_go_elsewhere():
     assert not few.takes(0, 2048)
 
 
-TINY = {
-    "PARTS": 1,
-    "GATED": 0,
-    "SQUARED": 0,
-    "STATS": 0,
-    "SAVE": 0,
-    "WEIGHTED": 0,
-    "SCREENED": 0,
-    "WARPS": 12,
-    "TILE": 128,
-    "SLOTS": 16,
-}
+TINY = {"PARTS": 1, "WARPS": 12, "TILE": 128, "SLOTS": 16, **inference.Switches(False, False).macros()}
 
 
 def test_cubins_are_cached(tmp_path, monkeypatch):

@@ -1,24 +1,23 @@
 """Hot neurons: the split between dense products and a sparse backend is exact for any choice of neurons."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
-from calls import change, make_block, run_ffn
+from calls import change, leaves, make, make_block, run_ffn, upstream, y_and_l1
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import Plan, hot_split, memory, ops, registry, sparse_ffn
 from twell.backends import dense, hopper
 from twell.hot import hot_neurons
-from twell.interface import HotSteps
-from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell.interface import Availability, HotSteps
+from twell.launch_cache import LAUNCHES
+from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 FORWARD = torch.ops.twell.sparse_ffn.default
-
-
-def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
-    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
 
 
 INDEX = torch.tensor([1, 5, 30])
@@ -31,14 +30,8 @@ INDEX = torch.tensor([1, 5, 30])
 def test_every_result_and_gradient(hot, gated, backend, activation):
     """Of neurons by index, and of a number of leading ones."""
     problem = make(gated)
-    neurons = torch.tensor(hot, dtype=torch.int64) if isinstance(hot, list) else hot
-
-    def run(*operands):
-        y, stats = run_ffn(*operands, backend=backend, hot=neurons, activation=activation)
-        return y, stats.l1
-
-    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    check(run, problem, dy, 0.3, activation)
+    run = functools.partial(y_and_l1, backend=backend, hot=hot, activation=activation)
+    check(run, problem, upstream(problem), 0.3, activation)
     with torch.no_grad():
         check(run, problem, None, 0.3, activation)
 
@@ -47,7 +40,7 @@ def test_every_result_and_gradient(hot, gated, backend, activation):
 @pytest.mark.parametrize("hot", [[5, 5], [40], [-1]])
 def test_neurons_that_are_not_distinct_are_refused_on_a_cpu(hot, backend):
     with pytest.raises(ValueError, match=r"distinct neurons, got|40 neurons, got"):
-        run_ffn(*make(), backend=backend, hot=torch.tensor(hot))
+        run_ffn(*make(), backend=backend, hot=hot)
 
 
 @torch.no_grad()
@@ -96,9 +89,8 @@ def test_infinite_inputs_give_what_plain_torch_gives(hot, gated, value):
 
 def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
-    leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, None, "reference", True, True, 128, 0.0, "relu", 0, 0)
+    *_, saved = FORWARD(*leaves(problem), every, None, "reference", True, True, 128, 0.0, "relu", 0, 0)
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
@@ -106,8 +98,7 @@ def test_less_is_left_to_the_backend():
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu2")])
 def test_opcheck(gated, activation):
     problem, hot = make(gated, torch.float32), torch.tensor([1, 5, 30])
-    leaves = [t if t is None else t.clone().requires_grad_() for t in problem]
-    for inputs, training in ((problem, False), (leaves, True)):
+    for inputs, training in ((problem, False), (leaves(problem), True)):
         torch.library.opcheck(FORWARD, (*inputs, hot, None, "reference", True, training, 128, 0.3, activation, 0, 0))
     torch.library.opcheck(FORWARD, (*problem, None, None, "reference", True, False, 128, 0.0, activation, 0, 7))
 
@@ -180,8 +171,7 @@ def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
             assert relative_error(y, wanted) < 0.01
             assert len(calls) == splits
             calls.clear()
-    leaves = [t.detach().requires_grad_() for t in problem._replace(x=problem.x[:4])]
-    run_ffn(*leaves, backend="reference", hot=hot, stats=False)
+    run_ffn(*leaves(problem._replace(x=problem.x[:4])), backend="reference", hot=hot, stats=False)
     assert len(calls) == 1
     with pytest.raises(ValueError, match="32 neurons, got 33"):
         run_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot=33, stats=False)
@@ -206,7 +196,7 @@ def test_products_for_y_alone_come_in_pieces(hot, gated, monkeypatch):
         torch.testing.assert_close(y, plain_ffn(*problem)[0])
         assert tokens == pieces
         tokens.clear()
-    run_ffn(*(t if t is None else t.requires_grad_() for t in problem), backend="reference", hot=hot, stats=False)
+    run_ffn(*leaves(problem), backend="reference", hot=hot, stats=False)
     assert tokens == [30]
 
 
@@ -228,7 +218,7 @@ def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, mon
     assert calls == ["relu2"]
     torch.testing.assert_close(y, run_ffn(*problem, **options)[0])
     run_ffn(*make(gated=False), stats=False, **options)
-    run_ffn(*(t.clone().requires_grad_() for t in problem), stats=False, **options)
+    run_ffn(*leaves(problem), stats=False, **options)
     assert calls == ["relu2"]
 
 
@@ -247,7 +237,7 @@ def test_a_backend_computes_h_alone_where_nothing_else_is_wanted(hot, taken, mon
 def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, monkeypatch):
     monkeypatch.setattr(dense, "H_AT_ONCE", 16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(registry, "_can_run", lambda *_: True)
     monkeypatch.setattr(hopper, "h_at_once", lambda x, gate, up, activation: (x @ gate.t()).relu() * (x @ up.t()))
     x, gate, up = changed(*(torch.randn(rows, 64).bfloat16() for rows in (16, 24, 24)))
 
@@ -263,15 +253,16 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     assert not dense.makes_h_at_once(x, gate, up, "relu2")
     assert not dense.makes_h_at_once(x, None, up, "relu")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "why_not", lambda *_, **__: pytest.fail("asked while a graph is captured"))
-        assert h_at_once() is None
+    assert (h_at_once() is not None) == taken
+    LAUNCHES.clear()
+    monkeypatch.setattr(registry, "_can_run", lambda *_: pytest.fail("asked while a graph is captured"))
+    assert h_at_once() is None, "no kernel can be loaded then"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "why_not", lambda *_, **__: "no such device")
+    monkeypatch.setattr(registry, "_can_run", lambda *_: False)
     assert h_at_once() is None
 
 
-def graph_of(plan):
+def graph_of(plan, dynamic=None, **options):
     """A compiled `sparse_ffn`, and the texts of its graphs."""
     graphs = []
 
@@ -280,21 +271,48 @@ def graph_of(plan):
         return graph.forward
 
     torch.compiler.reset()
-    return torch.compile(lambda *problem: sparse_ffn(*problem, plan=plan), backend=keep, fullgraph=True), graphs
+    call = functools.partial(sparse_ffn, plan=plan, **options)
+    return torch.compile(lambda *problem: call(*problem), backend=keep, fullgraph=True, dynamic=dynamic), graphs
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(made, monkeypatch):
-    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: made and not options.training)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("left", "shape", "dtype", "options"),
+    [
+        (True, (2, 4096, 64), torch.bfloat16, {"plan": "dense"}),
+        (True, (8192, 64), torch.bfloat16, {"plan": Plan("triton", up_to=((20_000, "dense"),))}),
+        (False, (2, 4095, 64), torch.bfloat16, {"plan": "dense"}),
+        (False, (8192, 64), torch.float32, {"plan": "dense"}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "dynamic": True}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "activation": "relu2"}),
+        (False, (8192, 64), torch.bfloat16, {"plan": "dense", "return_stats": True}),
+    ],
+)
+def test_a_compiled_program_leaves_dense_products_to_the_operator_where_one_kernel_makes_h(
+    left, shape, dtype, options, monkeypatch
+):
+    """With fake tensors of a GPU, on which nothing is computed."""
+    monkeypatch.setattr(registry, "probe", lambda name, device: Availability(True, "a test"))
+    for name in ("_resolve", "_can_run"):
+        monkeypatch.setattr(registry, name, functools.cache(getattr(registry, name).__wrapped__))
+    run, graphs = graph_of(**options)
+    with FakeTensorMode():
+        run(*(torch.empty(size, device="cuda", dtype=dtype) for size in (shape, (256, 64), (256, 64), (64, 256))))
+    assert ("twell.sparse_ffn" in graphs[-1]) == left
+
+
+def test_the_operator_computes_dense_products_too_and_a_training_has_none_of_it(monkeypatch):
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda inputs, options: not options.training)
     run, graphs = graph_of("dense")
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])
-    assert ("twell.sparse_ffn" in graphs[-1]) == made
-    run(*(t.requires_grad_() for t in problem)).sum().backward()
+    assert "twell.sparse_ffn" in graphs[-1]
+    run(*leaves(problem)).sum().backward()
     assert "twell.sparse_ffn" not in graphs[-1]
 
 
-def test_a_compiled_program_leaves_leading_hot_neurons_to_the_operator():
+def test_a_compiled_program_leaves_leading_hot_neurons_to_the_operator(monkeypatch):
+    monkeypatch.setattr(ops, "_makes_h_at_once", lambda *_: pytest.fail("Hopper's kernels are of no use to it"))
     run, graphs = graph_of(Plan("reference", 7))
     problem = make()
     torch.testing.assert_close(run(*problem), plain_ffn(*problem)[0])

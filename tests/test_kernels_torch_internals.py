@@ -2,16 +2,11 @@
 
 import pytest
 import torch
+from calls import Operators
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from twell import torch_internals
-
-
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        return function(*arguments, **(keywords or {}))
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -19,7 +14,7 @@ class _FunctionMode(TorchFunctionMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("mode", [_DispatchMode, _FunctionMode])
+@pytest.mark.parametrize("mode", [Operators, _FunctionMode])
 def test_modes_observe(mode):
     assert not torch_internals.is_observed()
     with mode():

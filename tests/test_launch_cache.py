@@ -127,14 +127,6 @@ def test_a_transformed_dense_call_is_plain_torch(problem):
     assert torch.allclose(batched.view(6, 16), plain_ffn(*problem)[0], atol=1e-5)
 
 
-def test_wrong_options_are_refused_all_the_same(repeats, problem):
-    call(problem)
-    with pytest.raises(ValueError, match="capacity must be"):
-        call(problem, capacity=0)
-    with pytest.raises(ValueError, match="backup must be"):
-        call(problem, backup=2.0)
-
-
 def test_what_is_no_strided_tensor_is_refused(repeats, problem):
     for x in (problem.x.to_sparse(), problem.x.tolist()):
         with pytest.raises((TypeError, ValueError)):

@@ -1,38 +1,31 @@
 """The reference against float64 autograd of plain torch: results, every gradient, NaN and Inf, ragged patterns."""
 
+import functools
 import random
 
 import pytest
 import torch
-from calls import run_ffn
+from calls import leaves, run_ffn, upstream, y_and_l1
 from pairwise import pairwise
 
 from twell import reference
 from twell.formats import Hybrid, TwELL
-from twell.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
+from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def run(backend, **plan):
-    def function(x, w_gate, w_up, w_down):
-        y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend, **plan)
-        return y, stats.l1
-
-    return function
-
-
-def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(problem.x.shape, generator=generator).to(problem.x.dtype)
+run = functools.partial(y_and_l1, backend="reference")
 
 
 @pairwise(
     backend=["reference", "dense"],
     gated=[True, False],
     dtype=DTYPES,
+    activation=["relu", "relu2"],
+    plan=[{}, {"hot": [1, 5, 30]}, {"capacity": 2, "backup": 0.1}, {"capacity": 2, "backup": 1.0, "hot": [0, 39]}],
     sizes=[
         (256, 32, 512, 20),
         (100, 64, 300, 90),
@@ -42,24 +35,13 @@ def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
         (40, 16, 130, 40),
     ],
 )
-def test_results_and_gradients(backend, gated, dtype, sizes):
+def test_results_and_gradients(backend, gated, dtype, activation, plan, sizes):
     tokens, hidden, intermediate, nnz = sizes
     problem = make_problem(tokens, hidden, intermediate, nnz, gated=gated, dtype=dtype)
+    ours = functools.partial(y_and_l1, backend=backend, activation=activation, **plan)
     # The L1 gradient weighs as much as that of y.
-    check(run(backend), problem, gradient(problem), l1=0.5 * tokens)
-    check(run(backend), problem)  # inference takes another plan
-
-
-def test_float64_is_exact():
-    problem = make_problem(80, 24, 200, 20, dtype=torch.float64)
-    for name, comparison in compare(run("reference"), problem, gradient(problem), l1=40.0).items():
-        assert comparison.error < 1e-15, name
-
-
-def test_gradient_of_l1_alone():
-    problem = make_problem(50, 16, 128, 10, dtype=torch.float64)
-    comparisons = check(run("reference"), problem, torch.zeros_like(problem.x), l1=1.0)
-    assert comparisons["dw_gate"].error < 1e-15
+    check(ours, problem, upstream(problem), 0.5 * tokens, activation)
+    check(ours, problem, activation=activation)  # inference takes another plan
 
 
 def test_the_check_can_fail():
@@ -74,35 +56,13 @@ def test_the_check_can_fail():
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_tokens_past_the_planned_backup_are_exact(gated):
-    # Half of 300 neurons fire: over 128 a row, so nearly all rows want one of the 10 backup rows.
-    generator = torch.Generator().manual_seed(0)
-    x, up, gate = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for n in (80, 300, 300))
-    down = torch.randn(16, 300, dtype=torch.float64, generator=generator)
-    problem = Problem(x, gate if gated else None, up, down)
-    check(run("reference", backup=0.125), problem, gradient(problem), l1=3.0)
-    leaves = [t.requires_grad_() if t is not None else None for t in problem]
-    _, stats = run_ffn(*leaves, backend="reference", backup=0.125)
-    assert stats.overflow.item() == (stats.nonzeros > 128).sum().item() - 10 > 0
-
-
-@pytest.mark.parametrize("gated", [True, False])
 def test_the_share_of_the_backup(gated):
     """Whatever it is, results and gradients are exact; rows beyond it are spilled."""
     problem = make_problem(80, 16, 300, 60, gated=gated, dtype=torch.float64)
-    leaves = [t if t is None else t.requires_grad_() for t in problem]
-
-    def with_backup(share):
-        def function(*operands):
-            y, stats = run_ffn(*operands, backend="reference", capacity=32, backup=share)
-            return y, stats.l1
-
-        return function
-
     heavy = (run_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
     for share, rows in ((0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
-        check(with_backup(share), problem, gradient(problem), l1=3.0)
-        _, stats = run_ffn(*leaves, backend="reference", capacity=32, backup=share)
+        check(functools.partial(run, capacity=32, backup=share), problem, upstream(problem), l1=3.0)
+        _, stats = run_ffn(*leaves(problem), backend="reference", capacity=32, backup=share)
         assert stats.overflow.item() == max(0, heavy - rows)
     assert heavy > 41
 
@@ -124,15 +84,15 @@ def test_nan_and_inf_are_where_plain_torch_has_them(seed):
     problem = make_problem(
         tokens, hidden, intermediate, intermediate / 10, seed=seed, dtype=dtype, gated=seed % 2 == 0, dead=0
     )
-    dy = gradient(problem)
+    dy = upstream(problem)
     for _ in range(draw.randint(1, 2)):
         target = draw.choice([problem.x, dy]).view(-1)
         target[draw.randrange(target.numel())] = draw.choice([float("nan"), float("inf"), -float("inf")])
     l1 = draw.choice([0.0, 1.0, float("nan"), float("inf")])
     # oneDNN's bfloat16 products on a CPU may spread a NaN to a neighbouring row; float32's do not.
     wanted = evaluate(plain_ffn, Problem(*(t if t is None else t.float() for t in problem)), dy.float(), l1)
-    got = evaluate(run("reference"), problem, dy, l1)
-    got["y in inference"], wanted["y in inference"] = evaluate(run("reference"), problem)["y"], wanted["y"]
+    got = evaluate(run, problem, dy, l1)
+    got["y in inference"], wanted["y in inference"] = evaluate(run, problem)["y"], wanted["y"]
     for name, value in wanted.items():
         assert torch.equal(value.isnan(), got[name].isnan()), name
         assert torch.equal(value.isinf(), got[name].isinf()), name

@@ -1,5 +1,6 @@
 """twell.registry: the modes of torch under which a process makes its first call say nothing about a backend."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from twell import registry
-from twell.backends import probe
+from twell.backends import dense, probe
 from twell.interface import Availability, Backend
 
 ROOT = Path(__file__).parents[1]
@@ -31,15 +32,31 @@ def test_a_process_may_begin_with_an_export(backend):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_whatever_fails_in_a_tiny_launch_is_a_reason():
-    """For instance the C compiler that Triton calls: subprocess.CalledProcessError."""
-
+def raising(error):
     def forward(*_):
-        raise subprocess.CalledProcessError(1, ["cc"])
+        raise error
 
-    found = probe.launch(forward, torch.device("cpu"), torch.float32)
-    assert not found.ok
-    assert "CalledProcessError" in found.reason
+    return forward
+
+
+def wrong(*arguments):
+    result = dense.BACKEND.forward(*arguments)
+    return result._replace(y=result.y + 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (dense.BACKEND.forward, "a tiny launch on cpu gave the right result"),
+        (wrong, "a tiny launch gave a wrong result"),
+        (raising(RuntimeError("no kernel image")), "a tiny launch failed: RuntimeError: no kernel image"),
+        (raising(subprocess.CalledProcessError(1, ["cc"])), "CalledProcessError"),  # the C compiler that Triton calls
+    ],
+)
+def test_a_backend_must_prove_itself(forward, reason):
+    found = probe.launch(forward, torch.device("cpu"), torch.bfloat16)
+    assert found.ok == (forward is dense.BACKEND.forward)
+    assert reason in found.reason
 
 
 @pytest.mark.parametrize(("lasting", "probes"), [(True, 1), (False, 2)])
@@ -52,20 +69,24 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
         asked.append(device)
         return answers[len(asked) - 1]
 
+    def can_run():
+        return registry.can_run("reference", torch.device("cpu"), torch.float32, 8, 24, True, False)
+
     monkeypatch.setattr(registry, "_probed", {})
+    monkeypatch.setattr(registry, "_can_run", functools.cache(registry._can_run.__wrapped__))
     monkeypatch.setattr(registry, "get", lambda name: Backend(name, answer, lambda request: None, *[None] * 3))
-    assert registry.why_not("reference", device="cpu") == "today not"
+    assert not can_run()
+    assert not can_run()
+    assert len(asked) == 1, "a call of dense products asks each time"
     assert registry.why_not("reference", device="cpu") == (None if probes == 2 else "today not")
     registry.why_not("reference", device="cpu")
+    assert can_run() == (probes == 2)
     assert len(asked) == probes
 
 
 def test_running_out_of_memory_says_nothing_about_a_backend():
-    def forward(*_):
-        raise torch.OutOfMemoryError("a test")
-
     with pytest.raises(torch.OutOfMemoryError):
-        probe.launch(forward, torch.device("cpu"), torch.float32)
+        probe.launch(raising(torch.OutOfMemoryError("a test")), torch.device("cpu"), torch.float32)
 
 
 def test_hot_neurons_without_triton(monkeypatch):
@@ -73,4 +94,4 @@ def test_hot_neurons_without_triton(monkeypatch):
 
     monkeypatch.delattr(twell.triton, "few", raising=False)
     monkeypatch.setitem(sys.modules, "twell.triton.few", None)
-    assert not registry.needs_no_hot("triton", 4, 64)
+    assert not registry.has_few_tokens("triton", 4, 64)

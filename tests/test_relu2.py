@@ -1,36 +1,22 @@
 """Squared ReLU, y = (relu(x Wg^T)^2 * (x Wu^T)) Wd^T, in the backends that run on a CPU. The numbers of the Triton
 kernels are tested in triton_interpreter."""
 
+import functools
+
 import pytest
 import torch
-from calls import change, make_block, run_ffn
-from pairwise import pairwise
+from calls import change, make, make_block, run_ffn, upstream, y_and_l1
 from tiny_models import TOKENS, llama
 from torch.nn import functional as F
 
 from twell import sparsify
-from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
+from twell.testing import evaluate, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BACKENDS = ("dense", "reference")
 
-
-def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
-    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
-
-
-def run(*problem, **options):
-    y, stats = run_ffn(*problem, activation="relu2", **options)
-    return y, stats.l1
-
-
-def squared(x, w_gate, w_up, w_down):
-    return plain_ffn(x, w_gate, w_up, w_down, "relu2")
-
-
-def upstream(problem: Problem) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(problem.x.shape, generator=generator, dtype=torch.float64).to(problem.x.dtype)
+run = functools.partial(y_and_l1, activation="relu2")
+squared = functools.partial(plain_ffn, activation="relu2")
 
 
 def test_it_is_the_square_of_relu():
@@ -38,18 +24,6 @@ def test_it_is_the_square_of_relu():
     pre, u = x @ gate.t(), x @ up.t()
     assert relative_error(squared(x, gate, up, down)[0], (pre.clamp(min=0) ** 2 * u) @ down.t()) < 1e-14
     assert relative_error(squared(x, None, up, down)[0], (u.clamp(min=0) ** 2) @ down.t()) < 1e-14
-
-
-@pairwise(
-    gated=[True, False],
-    backend=BACKENDS,
-    dtype=[torch.float64, torch.float32, torch.bfloat16],
-    options=[{}, {"hot": [1, 5, 30]}, {"capacity": 2, "backup": 0.1}, {"capacity": 2, "backup": 1.0, "hot": [0, 39]}],
-)
-def test_every_result_and_gradient(options, dtype, backend, gated):
-    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
-    problem = make(gated, dtype)
-    check(lambda *p: run(*p, backend=backend, **options), problem, upstream(problem), 0.3, "relu2")
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import change
+from calls import change, firing_block, rising_tokens
 from tiny_models import TOKENS, llama
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -15,7 +15,7 @@ from twell.registry import BackendUnavailable
 from twell.tuning import Form
 from twell.tuning.order import order_neurons, restore_order
 
-HIDDEN, NEURONS = 16, 512
+NEURONS = 512
 
 
 class Model(nn.Module):
@@ -23,12 +23,7 @@ class Model(nn.Module):
 
     def __init__(self, rates):
         super().__init__()
-        torch.manual_seed(0)
-        self.block = SparseFeedForward(HIDDEN, NEURONS)
-        with torch.no_grad():
-            self.block.gate_proj.weight.zero_()
-            self.block.gate_proj.weight[:, 0] = 1
-            self.block.gate_proj.weight[:, 1] = rates - 1
+        self.block = firing_block(rates)
         self.eval()
 
     def forward(self, x):
@@ -36,10 +31,7 @@ class Model(nn.Module):
 
 
 def tokens() -> torch.Tensor:
-    """[2, 500, K]: the first column rises from 0 to 1, the second is 1."""
-    x = torch.zeros(1000, HIDDEN)
-    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
-    return x.view(2, 500, HIDDEN)
+    return rising_tokens().view(2, 500, -1)
 
 
 def mixed(*parts) -> torch.Tensor:

@@ -90,10 +90,13 @@ def test_a_block_gets_what_is_fastest(times, gated, activation):
     assert "dense (ms)  reference (ms)  reference, hot (ms)  plan" in str(choices).splitlines()[0]
 
 
-def test_without_hot_neurons_there_is_no_such_alternative(times):
-    (choice,) = autotune(Layers(1), tokens(), backends=["reference"])
+@pytest.mark.parametrize(("hot", "settings"), [(0, {}), (128, {"hot": False})])
+def test_without_hot_neurons_there_is_no_such_alternative(times, hot, settings):
+    model = Layers(1, hot)
+    (choice,) = autotune(model, tokens(), backends=["reference"], **settings)
     assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
-    assert (choice.plan, choice.mean_nonzeros) == (Plan("reference"), 0.0)
+    assert (choice.plan, choice.mean_nonzeros) == (model.blocks[0].plan, hot)
+    assert choice.plan == Plan("reference")
 
 
 def test_the_present_choice_stays_unless_another_is_clearly_faster(times, caplog):
@@ -152,7 +155,8 @@ def test_gradients_are_those_of_dense_products_after_it(times):
 
 
 def test_what_is_timed_is_what_the_training_needs(monkeypatch):
-    """All gradients that are wanted, those of frozen weights not; the statistics if the block keeps them."""
+    """All gradients that are wanted, of parametrized weights too, those of frozen weights not; the statistics if the
+    block keeps them."""
     asked = []
     real = torch.autograd.grad
 
@@ -167,8 +171,12 @@ def test_what_is_timed_is_what_the_training_needs(monkeypatch):
     block.gate_proj.weight.requires_grad_(False)
     block.keep_stats = False
     both_halves(forward_backward(block, x, Plan(), CAPACITY))
+    for part in (block.up_proj, block.down_proj):
+        torch.nn.utils.parametrizations.weight_norm(part)
+    both_halves(forward_backward(block, x, Plan(), CAPACITY))
     up = (NEURONS, HIDDEN)
-    assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), (1, [(200, HIDDEN), up, up[::-1]])]
+    frozen = (1, [(200, HIDDEN), up, up[::-1]])
+    assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), frozen, frozen]
 
 
 def test_capacity_follows_the_non_zeros_that_are_not_hot(times):
@@ -335,14 +343,6 @@ def test_of_two_sets_of_hot_neurons_the_table_shows_the_faster_one(times):
     assert (choice.plan.backend, choice.milliseconds[HOT]) == ("dense", 1.02)
 
 
-def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch):
-    monkeypatch.setattr(training, "_compiled_output_and_l1", None)
-    model = Layers(1)
-    model.compile()
-    (choice,) = autotune(model, tokens(20))
-    assert set(choice.milliseconds) == {DENSE}
-
-
 def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
     calls = []
 
@@ -393,14 +393,6 @@ def test_nothing_changes_if_it_fails(times, monkeypatch):
     assert not any(block._forward_pre_hooks for block in model.blocks)
 
 
-def test_a_dense_block_keeps_its_backends_for_few_tokens(times):
-    model = Layers(1)
-    change(model.blocks[0], up_to=((4, "reference"),))
-    times[DENSE] = 0.1
-    autotune(model, tokens(), backends=["reference"])
-    assert model.blocks[0].plan.up_to == ((4, "reference"),)
-
-
 def test_a_backend_of_inference_does_not_train_in_place_of_the_one_reported(times):
     model = Layers(1)
     block = model.blocks[0]
@@ -437,21 +429,6 @@ def test_the_first_run_of_a_block_counts(times, monkeypatch):
     assert (measured, choice.plan.hot_count) == ([3], 128), "once"
 
 
-def test_parametrized_weights_are_trained(monkeypatch):
-    shapes = []
-    real = torch.autograd.grad
-
-    def grad(outputs, inputs, gradients):
-        shapes.append([tuple(gradient.shape) for gradient in real(outputs, inputs, gradients)])
-
-    block = make_block(HIDDEN, NEURONS)
-    for part in (block.gate_proj, block.up_proj, block.down_proj):
-        torch.nn.utils.parametrizations.weight_norm(part)
-    monkeypatch.setattr(torch.autograd, "grad", grad)
-    autotune(block, tokens(), backends=[])
-    assert {len(found) for found in shapes} == {4}
-
-
 def test_under_autocast(times):
     model = Layers(1, hot=128)
     with torch.autocast("cpu", torch.bfloat16):
@@ -482,14 +459,12 @@ def test_plans_for_inference_are_forgotten(times):
         load_plans(model)
 
 
-def test_dense_where_nothing_else_can_and_with_real_times():
-    model = Layers(1)
-    (choice,) = autotune(model, tokens(20))
-    assert set(choice.milliseconds) == {DENSE}
-    assert choice.milliseconds[DENSE] > 0
-    assert (training.quick_times, training.queued_times) == (timing.quick_times, timing.queued_times)
-    (choice,) = autotune(model, tokens(20), compiled=True)
-    assert choice.milliseconds[DENSE] > 0
+def test_dense_where_nothing_else_can_and_with_real_times(monkeypatch):
+    monkeypatch.setattr(training, "_compiled_output_and_l1", None)  # there is nothing to compare with
+    for compiled in (False, True):
+        (choice,) = autotune(Layers(1), tokens(20), compiled=compiled)
+        assert set(choice.milliseconds) == {DENSE}
+        assert choice.milliseconds[DENSE] > 0
 
 
 def test_blocks_that_are_not_asked_for_keep_their_plans(times):
@@ -499,13 +474,6 @@ def test_blocks_that_are_not_asked_for_keep_their_plans(times):
     assert choice.plan.backend == "reference"
     with pytest.raises(ValueError, match="1 of 1 blocks are not in Layers"):
         autotune(model, tokens(), blocks=[make_block(HIDDEN, NEURONS)])
-
-
-def test_without_hot_neurons_if_asked_for(times):
-    model = Layers(1, hot=128)
-    (choice,) = autotune(model, tokens(), backends=["reference"], hot=False)
-    assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
-    assert model.blocks[0].plan == Plan("reference")
 
 
 def test_what_cannot_be_measured_is_reported():

@@ -23,3 +23,9 @@ def llama(activation: str = "relu") -> LlamaForCausalLM:
     """The same weights each time."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act=activation)).eval()
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Of TOKENS."""
+    return model(TOKENS, use_cache=False).logits

@@ -9,7 +9,8 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Decoder:
         name = "dense" if backend in (TRANSFORMERS, FP8) else backend
         chosen = self._chosen if backend == AUTO else [(name, None)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
+            vars(block).pop("fp8", None)
             compute_as_transformers(block, False)  # what reorders neurons refuses a block with a forward in its place
             block.keep_stats = keep_stats
             if isinstance(block, SparseFeedForward):
@@ -109,7 +111,8 @@ class Decoder:
                     order_neurons(block, order)
                 block.plan = plan
             if backend == FP8:
-                block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])  # type: ignore[method-assign]
+                vars(block)["fp8"] = fp8.prepare(_without_tokens(block))[1:]
+                block.forward = MethodType(_forward_in_fp8, block)  # type: ignore[method-assign]
             else:
                 compute_as_transformers(block, backend == TRANSFORMERS)
 
@@ -150,9 +153,9 @@ def _without_tokens(block: FeedForward) -> Problem:
     return problem_of(block, block.up_proj.weight.detach()[:0])
 
 
-def _forward_in_fp8(block: FeedForward, weights: Sequence[Any], x_BSK: Tensor) -> Tensor:
+def _forward_in_fp8(block: Any, x_BSK: Tensor) -> Tensor:
     block.stats = None
-    return fp8.forward(x_BSK.flatten(0, 1), *weights, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
+    return fp8.forward(x_BSK.flatten(0, 1), *block.fp8, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
 
 
 def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Sequence[str]) -> list[Candidate | Absent]:

@@ -6,6 +6,7 @@ Shapes: B sequences, S positions, K hidden, N intermediate.
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -97,9 +98,10 @@ def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
 def compute_as_transformers(block: FeedForward, on: bool) -> None:
     """Let the block compute (`on` false: no longer) what transformers' `LlamaMLP` does, dense and without
     statistics: linear layers, activation and product, each an operation of torch. Our dense backend has one kernel for
-    activation and product on a GPU, and keeps less for the backward."""
+    activation and product on a GPU, and keeps less for the backward. As a method, which torch.compile knows again: of
+    another functools.partial it would compile the model again."""
     if on:
-        block.forward = functools.partial(_forward_of_transformers, block)  # type: ignore[method-assign]
+        block.forward = types.MethodType(_forward_of_transformers, block)  # type: ignore[method-assign]
     else:
         vars(block).pop("forward", None)
 

@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hugging_face import CONFIG
@@ -17,17 +16,9 @@ from twell import sparsify
 from twell.trainer import AutotuneCallback, L1Schedule, SparseTrainer
 
 
-class Windows(Dataset):
+def windows(steps: int, batch: int) -> list[dict[str, Tensor]]:
     """The text of the examples, one window per item."""
-
-    def __init__(self, steps: int, batch: int) -> None:
-        self.rows = torch.cat(list(batches(steps, batch)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    return [{"input_ids": row, "labels": row} for ids in batches(steps, batch) for row in ids]
 
 
 def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> list[dict[str, float]]:
@@ -47,7 +38,7 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> list[dict[st
     trainer = SparseTrainer(
         model=model,
         args=arguments,
-        train_dataset=Windows(steps, 16),
+        train_dataset=windows(steps, 16),
         l1=L1Schedule(l1, ramp=steps // 10),
         callbacks=[AutotuneCallback(every=100)],
     )

@@ -52,7 +52,7 @@ def activate(
     """
     g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
     g_MH.relu_()
-    h_MH = _hidden(g_MH, u_MH, activation)
+    h_MH = hidden_of(g_MH, u_MH, activation)
     if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
         return h_MH, rest
     active_MH = g_MH != 0
@@ -67,9 +67,19 @@ def activate(
     )
 
 
-def _hidden(g_MH: Tensor, u_MH: Tensor | None, activation: str) -> Tensor:
-    a_MH = g_MH.square() if activation == RELU2 else g_MH
-    return a_MH if u_MH is None else a_MH * u_MH
+def hidden_of(g: Tensor, u: Tensor | None, activation: str) -> Tensor:
+    """h of g = relu(z) and u; without a gate and a square it is g itself."""
+    a = g.square() if activation == RELU2 else g
+    if u is None:
+        return a
+    return a.mul_(u) if activation == RELU2 else a * u
+
+
+def before_activation(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
+    """The gradient of z, from that of the activation, which may be overwritten; g = relu(z)."""
+    if activation == RELU2:
+        gradient.mul_(g * 2)
+    return torch.ops.aten.threshold_backward(gradient, g, 0)
 
 
 def derive(
@@ -86,21 +96,16 @@ def derive(
     of sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
-    h_MH = _hidden(g_MH, u_MH, activation)
+    h_MH = hidden_of(g_MH, u_MH, activation)
     if dl1 is not None:
         per_token = dl1 / max(dh.shape[0], 1) * (1 if l1_weight_H is None else l1_weight_H)
         dh.addcmul_(h_MH.sign(), per_token.to(dh.dtype))
-    slope = g_MH * 2 if activation == RELU2 else None
     if u_MH is None:
-        d = dh if slope is None else dh.mul_(slope)
-        return torch.ops.aten.threshold_backward(d, g_MH, 0), h_MH
+        return before_activation(dh, g_MH, activation), h_MH
     d = torch.empty_like(activated)
     dg_MH, du_MH = d.chunk(2, 1)
-    torch.mul(dh, g_MH if slope is None else g_MH.square(), out=du_MH)
-    dh.mul_(u_MH)
-    if slope is not None:
-        dh.mul_(slope)
-    dg_MH.copy_(torch.ops.aten.threshold_backward(dh, g_MH, 0))
+    torch.mul(dh, g_MH.square() if activation == RELU2 else g_MH, out=du_MH)
+    dg_MH.copy_(before_activation(dh.mul_(u_MH), g_MH, activation))
     return d, h_MH
 
 
@@ -146,29 +151,24 @@ def _add_in_pieces(
     return rest
 
 
-def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
+def add_prefix(backend: Backend, x: Tensor, hot: Weights, rest: Forward, activation: str) -> Forward:
     """Add a prefix of H hot neurons to `rest`, without gradients.
 
     rest: the forward of the other neurons, overwritten; its statistics are those of a block whose prefix never fired.
-    hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch.
+    hot: the prefix's weights, slices [H, K].
     """
-    gated = hot.gate is not None
+    gated, steps = hot.gate is not None, _steps(backend)
     inner = [w for w in (hot.gate, hot.up) if w is not None]
 
     def add(x: Tensor, rest: Forward) -> Forward:
         neurons = torch.arange(hot.up.shape[0], device=x.device)
-        if steps is None:
-            pre = torch.cat([F.linear(x, w) for w in inner], 1)
-        else:
-            pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
-            for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
-                torch.mm(x, w.t(), out=out)
-        h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
+        pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
+        for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
+            torch.mm(x, w.t(), out=out)
+        h_MH, whole = steps.activate(pre, neurons, gated, rest, activation, hot.l1)
         return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
-    if steps is None or rest.nonzeros is not None:
-        return add(x, rest)
-    return _add_in_pieces(add, x, rest, hot, activation, steps)
+    return add(x, rest) if rest.nonzeros is not None else _add_in_pieces(add, x, rest, hot, activation, steps)
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:

@@ -180,8 +180,7 @@ def _by_shape(module: nn.Module) -> list[Mlp]:
     children = dict(module.named_children())
     layers = {name: child.weight.shape for name, child in children.items() if isinstance(child, nn.Linear)}
     others = [name for name, child in children.items() if name not in layers and not _is_idle(child)]
-    more = len(others) > 1 or any(True for name in others for _ in children[name].parameters())
-    if more:
+    if len(others) > 1 or any(True for name in others for _ in children[name].parameters()):
         return []
     up = [name for name, shape in layers.items() if len(shape) == 2 and shape[0] > shape[1]]
     down = [name for name in layers if name not in up]
@@ -208,14 +207,13 @@ def _named(name: str, module: nn.Module) -> str:
 def _nothing_to_replace(model: nn.Module) -> str:
     wanted = f"{type(model).__name__} has no MLP to replace: two or three linear layers around a ReLU or its square"
     for name, module in model.named_modules():
-        layers = {key: child.weight for key, child in module.named_children() if _is_matrix(child)}
-        if 2 <= len(layers) <= 3 and _expands_and_contracts(layers.values()):
-            biased = [getattr(module.get_submodule(key), "bias", None) is not None for key in layers]
-            parts = ", ".join(
-                f"{key}: {type(module.get_submodule(key)).__name__}{' with a bias' if bias else ''}"
-                for key, bias in zip(layers, biased, strict=True)
-            )
-            advice = _BIASES if any(biased) else _WAY_OUT
+        layers = {key: child for key, child in module.named_children() if _is_matrix(child)}
+        if 2 <= len(layers) <= 3 and _expands_and_contracts(layer.weight for layer in layers.values()):
+            biases = {
+                key: "" if getattr(layer, "bias", None) is None else " with a bias" for key, layer in layers.items()
+            }
+            parts = ", ".join(f"{key}: {type(layer).__name__}{biases[key]}" for key, layer in layers.items())
+            advice = _BIASES if any(biases.values()) else _WAY_OUT
             return f"{wanted}. {_named(name, module)} has another structure ({parts}). {advice}"
     return f"{wanted}. {_WAY_OUT}"
 
@@ -337,6 +335,11 @@ def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor | ValueError:
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
+# Of all configurations that a model's modules hold, by the original's id: a memo of deepcopy, which keeps the originals
+# alive. Those that are parts of others, or that several modules share, are so in the copies.
+Copies = dict[int, Any]
+
+
 def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     """Give each of transformers' models a configuration of its own, which other models built from the same object do
     not share, and set the activations there, so that saved models have them.
@@ -346,7 +349,7 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     # By model of transformers: of each MLP, the module with the configuration that describes it.
     roots: dict[str, dict[str, tuple[nn.Module, Mlp]]] = {}
     for name, mlp in mlps.items():
-        owners = [owner for owner in _prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
+        owners = [owner for owner in prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
         models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
         if models:  # a plain PyTorch model has no configuration
             wanted = roots.setdefault(models[0], {})
@@ -354,37 +357,24 @@ def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     changes = []
     for path, wanted in roots.items():
         root = model.get_submodule(path)
-        copies = _Copies(root)
+        copies: Copies = {}
+        for module in root.modules():
+            for value in filter(_is_configuration, vars(module).values()):
+                copy.deepcopy(value, copies)
         _set_activations(root, copies, wanted)
-        wrappers = [model.get_submodule(prefix) for prefix in _prefixes(path)[:-1]]
-        changes += [change for module in (*wrappers, *root.modules()) for change in copies.of(module)]
+        wrappers = [model.get_submodule(prefix) for prefix in prefixes(path)[:-1]]
+        changes += [
+            (module, attribute, copies[id(value)])
+            for module in (*wrappers, *root.modules())
+            for attribute, value in vars(module).items()
+            if _is_configuration(value) and id(value) in copies
+        ]
     for module, attribute, own in changes:  # only once nothing can be refused any more
         setattr(module, attribute, own)
 
 
-class _Copies:
-    """Copies of all configurations that a model's modules hold. Those that are parts of others, or that several modules
-    share, are so in the copies."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._memo: dict[int, Any] = {}  # by id, of the parts too; deepcopy keeps the originals alive in it
-        for module in root.modules():
-            for value in filter(_is_configuration, vars(module).values()):
-                copy.deepcopy(value, self._memo)
-
-    def of(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-        """(module, attribute, copy) of each configuration that this module holds."""
-        return [
-            (module, attribute, self._memo[id(value)])
-            for attribute, value in vars(module).items()
-            if _is_configuration(value) and id(value) in self._memo
-        ]
-
-    def config_of(self, module: nn.Module) -> Any:
-        return self._memo[id(_config_of(module))]
-
-
-def _prefixes(name: str) -> list[str]:
+def prefixes(name: str) -> list[str]:
+    """The names of the modules that hold the one of this name, from the model's own, "", to itself."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -398,9 +388,9 @@ def _is_configuration(value: object) -> bool:
     return getattr(value, "model_type", None) is not None and hasattr(value, "to_dict")
 
 
-def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Module, Mlp]]) -> None:
+def _set_activations(root: Any, copies: Copies, wanted: dict[str, tuple[nn.Module, Mlp]]) -> None:
     """Set them in the copies of the configurations."""
-    configs = {name: copies.config_of(owner) for name, (owner, _) in wanted.items()}
+    configs = {name: copies[id(_config_of(owner))] for name, (owner, _) in wanted.items()}
     wrong = [
         (configs[name], mlp.activation)
         for name, (_, mlp) in wanted.items()
@@ -409,12 +399,13 @@ def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Modu
     if not wrong:
         return
     logger.warning("%s: the activation in the configuration changes. %s", type(root).__name__, OTHER_ENGINES)
-    before = _rebuilt(root, copies)
+    own = copies[id(_config_of(root))]
+    before = _rebuilt(root, own)
     for config, activation in wrong:
         for setting in _settings(config):
             setattr(config, setting, activation)
-    _check_rebuilt(root, before, _rebuilt(root, copies), {name: mlp for name, (_, mlp) in wanted.items()})
-    copies.config_of(root).activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
+    _check_rebuilt(root, before, _rebuilt(root, own), {name: mlp for name, (_, mlp) in wanted.items()})
+    own.activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -422,11 +413,11 @@ def _settings(config: Any) -> dict[str, str]:
     return {setting: value for setting, value in found.items() if isinstance(value, str)}
 
 
-def _rebuilt(root: Any, copies: _Copies) -> nn.Module:
-    """The model that the copy of its configuration describes, on the meta device."""
+def _rebuilt(root: Any, config: Any) -> nn.Module:
+    """The model that this configuration describes, on the meta device."""
     try:
         with torch.device("meta"):
-            return type(root)(copy.deepcopy(copies.config_of(root)))
+            return type(root)(copy.deepcopy(config))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
 

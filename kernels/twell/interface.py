@@ -111,12 +111,12 @@ class Forward(NamedTuple):
     for its backward (empty when not training)."""
 
     y: Tensor
-    nonzeros: Tensor | None  # int32 [M]
+    nonzeros: Tensor | None = None  # int32 [M]
     # float32 (float64 for float64 input), no dimensions; from a forward that left neurons out, and until
     # `HotSteps.activate`, [M], of which it is the mean
-    l1: Tensor | None
-    fired: Tensor | None  # bool [N]
-    overflow: Tensor | None  # int64, no dimensions; None if not requested, or if there is no capacity to exceed
+    l1: Tensor | None = None
+    fired: Tensor | None = None  # bool [N]
+    overflow: Tensor | None = None  # int64, no dimensions; None if not requested, or if there is no capacity to exceed
     saved: Sequence[Tensor] = ()
     saved_entries: EntryCount | None = None  # for `Backend.needed_capacity`
 

@@ -6,22 +6,21 @@ again. With this cache an eager call takes two thirds of the host time with the 
 Triton backend (docs/log/2026-11-22.md).
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import registry
-from .checks import is_inference
 from .interface import Weights
 from .memory import PIECE
 
 
 class PreparedCall(NamedTuple):
-    """A fully prepared call, x -> y, and the name of the backend that runs it."""
+    """A fully prepared call, x -> y."""
 
     run: Callable[[Tensor], Tensor]
-    backend: str
 
 
 class LaunchCache:
@@ -41,6 +40,18 @@ class LaunchCache:
             self._entries.clear()
         self._entries[key] = value
 
+    def kept(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The function, whose one argument is hashable, with its results kept here under it."""
+
+        @functools.wraps(make)
+        def call(key: Any) -> Any:
+            if (found := self.get(key)) is None:
+                found = make(key)
+                self.put(key, found)
+            return found
+
+        return call
+
     def clear(self) -> None:
         """Forgets everything."""
         self._entries.clear()
@@ -54,14 +65,12 @@ LAUNCHES = LaunchCache()
 
 
 def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
-    """The call key of an inference call without statistics and hot neurons: everything but the values of its operands.
-    None if gradients are needed, or if operands may be cast or have no memory.
+    """The call key of an inference call without statistics and hot neurons (`is_inference` is true): everything but the
+    values of its operands. None if operands have no memory.
 
     inputs: x, w_gate (or None), w_up and w_down, with which the dispatcher can be bypassed.
     """
     x, w_gate, w_up, w_down = inputs
-    if not is_inference(inputs, x.device.type):
-        return None
     try:
         gate = None if w_gate is None else _identity(w_gate)
         return backend, activation, _identity(x), gate, _identity(w_up), _identity(w_down)
@@ -79,4 +88,4 @@ def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weigh
     if make is None or not x.numel() or not x.is_contiguous() or x.numel() > PIECE * x.shape[-1]:
         return  # the last: a call in pieces takes longer on the device than on the host
     if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
-        LAUNCHES.put(key, PreparedCall(run, backend))
+        LAUNCHES.put(key, PreparedCall(run))

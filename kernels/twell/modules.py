@@ -388,6 +388,12 @@ def pattern_layer(block: SparseFeedForward) -> nn.Linear:
     return block.up_proj if block.gate_proj is None else block.gate_proj
 
 
+def weights_of(block: SparseFeedForward) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The weights of its gate, up and down layers, as `sparse_ffn` takes them."""
+    gate = None if block.gate_proj is None else block.gate_proj.weight
+    return gate, block.up_proj.weight, block.down_proj.weight
+
+
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     """The blocks that the model runs, in layer order (the order of registration): of the copies that PEFT's
     `modules_to_save` makes, the active one. Raises ValueError for a block whose forward was replaced."""

@@ -181,7 +181,7 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         check_problem(x, w_gate, w_up, w_down)
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    if plan.hot and not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
+    if plan.hot and not registry.has_few_tokens(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
         return None, None
     if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
         return None, None  # what is prepared does not screen
@@ -248,12 +248,12 @@ def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
     plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)  # that one exists
     y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
-    whole = Forward(y, None, None, None, None)
+    whole = Forward(y)
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
     leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t(), of_prefix)
-    return hot_split.add_prefix(x, leading, whole, options.activation, registry.get(name).hot)
+    return hot_split.add_prefix(registry.get(name), x, leading, whole, options.activation)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -283,8 +283,7 @@ def _run(
             return _computed(name, inputs, hot, l1_weight, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
-    plain = transformed or traced or (compiling and not _makes_h_at_once(inputs, options))
-    if name == registry.DENSE and plain:
+    if name == registry.DENSE and (transformed or traced or (compiling and not _makes_h_at_once(inputs, options))):
         result = dense.traced(inputs[0], _weights(inputs, l1_weight), options.activation, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
@@ -296,7 +295,8 @@ def _run(
 
 
 def _makes_h_at_once(inputs: Inputs, options: Options) -> bool:
-    """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h."""
+    """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h. One
+    for any number of tokens does not: to ask would split its range, an error where `mark_dynamic` was given one."""
     x, w_gate, w_up, _ = inputs
     if options.training or options.stats or not (is_fixed(x.shape[0]) and is_static(x.shape[0])):
         return False
@@ -379,17 +379,10 @@ def _forward(
     hot: Tensor | None,
     l1_weight: Tensor | None,
     backend: str,
-    stats: bool,
-    training: bool,
-    capacity: int,
-    backup: float,
-    activation: str,
-    screened: int,
-    leading: int,
+    *options: Any,
 ) -> tuple[Any, ...]:
-    inputs = x, w_gate, w_up, w_down
-    options = Options(stats, training, capacity, backup, activation, screened, leading)
-    return _as_outputs(_computed(backend, inputs, hot, l1_weight, options), x, w_up, stats)
+    given = Options(*options)
+    return _as_outputs(_computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, given), x, w_up, given.stats)
 
 
 def _as_outputs(result: Forward, x: Tensor, w_up: Tensor, stats: bool) -> tuple[Any, ...]:
@@ -404,29 +397,25 @@ def _forward_fake(
     hot: Tensor | None,
     l1_weight: Tensor | None,
     backend: str,
-    stats: bool,
-    training: bool,
-    capacity: int,
-    backup: float,
-    activation: str,
-    screened: int,
-    leading: int,
+    *options: Any,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
-    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
-    if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, weights, hot, options)
-    elif training:
-        saved = registry.get(backend).saved_like(x, weights, options)
-    return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
+    weights, given = Weights(w_gate, w_up, w_down.t()), Options(*options)
+    if given.training and hot is not None and (split := _split_backend(backend, hot)) is not None:
+        saved = hot_split.saved_like(split, x, weights, hot, given)
+    elif given.training:
+        saved = registry.get(backend).saved_like(x, weights, given)
+    return (x.new_empty(x.shape), *_stats_like(x, w_up, given.stats), list(saved))
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    *tensors, ctx.backend, stats, _, _, _, ctx.activation, _, _ = inputs
+    *tensors, ctx.backend = inputs[:7]
+    options = Options(*inputs[7:])
+    ctx.activation = options.activation
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
+    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if options.stats else (l1,)))
     ctx.save_for_backward(*tensors, *saved)
 
 
@@ -507,22 +496,17 @@ def _exceeded(backend: str, saved: Sequence[Tensor], count: EntryCount | None) -
     needed = needed_capacity(saved, count)
     if count is not None and count.growth is not None:
         count.growth.closed(count, needed)
-    if needed is not None:
-        _log_exceeded(backend, needed)
-    return needed is not None
-
-
-_logged_backends: set[str] = set()
-
-
-def _log_exceeded(backend: str, needed: int) -> None:
-    if backend not in _logged_backends:
+    if needed is not None and backend not in _logged_backends:
         _logged_backends.add(backend)
         logger.warning(
             "backend %s: a call had more non-zeros than its capacity, which would have to be %d. Its gradients are "
             "computed by dense products: exact, but slower. Further such calls are not logged",
             *(backend, needed),
         )
+    return needed is not None
+
+
+_logged_backends: set[str] = set()
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:

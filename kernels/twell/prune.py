@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .huggingface import prefixes
 from .memory import neuron_major
-from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer, weights_of
 from .ops import sparse_ffn
 from .registry import DENSE
 from .tuning.common import check_all_ran, checked_tokens, hooked
+from .tuning.order import kept_count
 from .tuning.saved import CONFIG_KEY, save_plans, unwrapped
 
 MULTIPLE = 128  # of the width that is left: columns of an output tile of a dense product; half a tile of TwELL
@@ -92,13 +94,12 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prune; `sparsify` puts them there")
     check_whole("prune_silent", blocks)
     _check_own_weights(model, blocks)
-    fired: dict[nn.Module, Tensor] = {}
-    tokens: Counter[nn.Module] = Counter()
+    fired: dict[SparseFeedForward, Tensor] = {}
+    tokens: Counter[SparseFeedForward] = Counter()
 
-    def count(block: nn.Module, x: Tensor) -> None:
-        assert isinstance(block, SparseFeedForward)
+    def count(block: SparseFeedForward, x: Tensor) -> None:
         tokens[block] += checked_tokens(x, "prune_silent")
-        _, stats = sparse_ffn(x, *_weights(block), block.activation, DENSE, return_stats=True)
+        _, stats = sparse_ffn(x, *weights_of(block), block.activation, DENSE, return_stats=True)
         fired[block] = stats.fired | fired.get(block, stats.fired)
 
     with hooked(blocks, count), torch.compiler.set_stance("force_eager"):
@@ -116,22 +117,15 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         setattr(config, SIZE, widths[described[0]])
     if hasattr(getattr(unwrapped(model), "config", None), CONFIG_KEY):
         save_plans(model)
-    compared = None if before is None else before.compare(_outputs(model, held_out))
+    compared = None if before is None else _compared(*before, _outputs(model, held_out))
     return Pruned(tuple(widths[block] for block in blocks), tuple(of), tuple(silent), min(tokens.values()), compared)
-
-
-def _weights(block: SparseFeedForward) -> tuple[Tensor | None, Tensor, Tensor]:
-    gate = None if block.gate_proj is None else block.gate_proj.weight
-    return gate, block.up_proj.weight, block.down_proj.weight
 
 
 def _check_own_weights(model: nn.Module, blocks: list[SparseFeedForward]) -> None:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     names = {module: name for name, module in model.named_modules()}
     for block in blocks:
-        for weight in _weights(block):
-            if weight is None:
-                continue
+        for weight in (weight for weight in weights_of(block) if weight is not None):
             reasons = {
                 "are no plain parameters": type(weight) is not nn.Parameter,
                 "belong to another module too": uses[id(weight)] > 1,
@@ -147,11 +141,8 @@ def _kept(fired: Tensor, width: int) -> Tensor:
     return first.sort().values
 
 
-def _widths(fired: Mapping[nn.Module, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
-    widths = {}
-    for block, neurons in fired.items():
-        assert isinstance(block, SparseFeedForward)
-        widths[block] = min(len(neurons), max(1, -(-int(neurons.sum()) // MULTIPLE)) * MULTIPLE)
+def _widths(fired: Mapping[SparseFeedForward, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
+    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
     for _, described in configs:
         widths |= dict.fromkeys(described, max(widths[block] for block in described))
     return widths
@@ -195,9 +186,7 @@ def _configs(model: nn.Module, blocks: list[SparseFeedForward]) -> list[Describe
     names = {module: name for name, module in model.named_modules()}
     found: dict[int, Described] = {}  # by the configuration's id: they have no hash
     for block in blocks:
-        parts = names[block].split(".") if names[block] else []
-        owners = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
-        configs = [vars(owner).get("config") for owner in owners]
+        configs = [vars(model.get_submodule(owner)).get("config") for owner in prefixes(names[block])]
         configs = [config for config in configs if hasattr(config, "to_dict")]
         if configs:
             config = configs[-1]
@@ -227,7 +216,7 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
     shapes = {name: tuple(value.shape) for name, value in root.state_dict().items()}
     for name, module in root.named_modules():
         if isinstance(module, SparseFeedForward) and module in widths:
-            for part, weight in zip(module._names, _weights(module), strict=True):
+            for part, weight in zip(module._names, weights_of(module), strict=True):
                 if weight is not None:
                     hidden = module.up_proj.weight.shape[1]
                     size = (hidden, widths[module]) if part == module._names[-1] else (widths[module], hidden)
@@ -242,33 +231,25 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
 # --- held-out text ----------------------------------------------------------------------------------------------------
 
 
-class _Outputs(NamedTuple):
-    logits: Tensor
-    loss: float | None
+_Outputs = tuple[Tensor, float | None]  # logits, and the loss if the model returns one
 
 
-class _Before(NamedTuple):
-    outputs: _Outputs
-    tokens: int
-    firings: int
-    neurons: int
-
-    def compare(self, after: _Outputs) -> HeldOut:
-        exact = self.outputs.logits.double()
-        error = (after.logits.double() - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
-        same = (after.logits.argmax(-1) == exact.argmax(-1)).double().mean()
-        losses = self.outputs.loss, after.loss
-        return HeldOut(self.tokens, self.firings, self.neurons, float(error), float(same), *losses)
+def _compared(before: _Outputs, counts: tuple[int, int, int], after: _Outputs) -> HeldOut:
+    exact, logits = before[0].double(), after[0].double()
+    error = (logits - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    same = (logits.argmax(-1) == exact.argmax(-1)).double().mean()
+    return HeldOut(*counts, float(error), float(same), before[1], after[1])
 
 
-def _measured(model: nn.Module, held_out: Any, kept: Mapping[SparseFeedForward, Tensor]) -> _Before:
-    """The outputs before neurons are removed, and how often these fire. Raises ValueError for outputs without logits,
-    and for inputs without tokens."""
-    firings: dict[nn.Module, Tensor] = {}
-    tokens: Counter[nn.Module] = Counter()
+def _measured(
+    model: nn.Module, held_out: Any, kept: Mapping[SparseFeedForward, Tensor]
+) -> tuple[_Outputs, tuple[int, int, int]]:
+    """The outputs before neurons are removed, and (tokens, how often these neurons fire, how many of them do). Raises
+    ValueError for outputs without logits, and for inputs without tokens."""
+    firings: dict[SparseFeedForward, Tensor] = {}
+    tokens: Counter[SparseFeedForward] = Counter()
 
-    def count(block: nn.Module, x: Tensor) -> None:
-        assert isinstance(block, SparseFeedForward)
+    def count(block: SparseFeedForward, x: Tensor) -> None:
         tokens[block] += checked_tokens(x, "held_out")
         rows = pattern_layer(block).weight
         removed = torch.ones(len(rows), dtype=torch.bool, device=rows.device).index_fill(0, kept[block], False)
@@ -279,7 +260,7 @@ def _measured(model: nn.Module, held_out: Any, kept: Mapping[SparseFeedForward, 
         outputs = _outputs(model, held_out)
     total = sum(int(count.sum()) for count in firings.values())
     neurons = sum(int((count > 0).sum()) for count in firings.values())
-    return _Before(outputs, max(tokens.values()), total, neurons)
+    return outputs, (max(tokens.values()), total, neurons)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
@@ -289,8 +270,8 @@ def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
         else:
             outputs = model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     if isinstance(outputs, Tensor):
-        return _Outputs(outputs, None)
+        return outputs, None
     logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
     if not isinstance(logits, Tensor):
         raise ValueError(f"held_out needs a model that returns logits or one tensor, got {type(outputs).__name__}")
-    return _Outputs(logits, None if loss is None else float(loss))
+    return logits, None if loss is None else float(loss)

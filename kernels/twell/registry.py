@@ -8,6 +8,7 @@ import functools
 import importlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ def probe(name: str, device: torch.device) -> Availability:
     _probed[name, device] = answer
     if known is not None and answer.ok:
         _resolve.cache_clear()  # plan="auto" may have chosen another backend in the meantime
+        _can_run.cache_clear()
     return answer
 
 
@@ -95,9 +97,15 @@ def why_not(
 
 
 @torch.compiler.assume_constant_result
-def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
-    """Whether this backend can run a gated block of this kind in inference, for torch.compile to ask while tracing."""
-    return why_not(backend, device=device, dtype=dtype, hidden=hidden, intermediate=intermediate) is None
+def can_run(backend: str, *kind: Any) -> bool:
+    """Whether this backend can run calls of this kind, the fields of a `Request`: for torch.compile to ask while
+    tracing, and for every call, of which none repeats a tiny launch that failed."""
+    return _can_run(backend, *kind)
+
+
+@functools.cache
+def _can_run(backend: str, *kind: Any) -> bool:
+    return _why_not(backend, Request(*kind)) is None
 
 
 def _why_not(name: str, request: Request) -> str | None:
@@ -106,19 +114,10 @@ def _why_not(name: str, request: Request) -> str | None:
 
 
 @functools.cache
-def _resolve(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    hidden: int,
-    intermediate: int,
-    gated: bool,
-    training: bool,
-    activation: str = RELU,
-) -> str:
+def _resolve(requested: str, *kind: Any) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
-    request = Request(device, dtype, hidden, intermediate, gated, training, activation)
+    request = Request(*kind)
     if requested == AUTO:
         return _fastest(request)
     if reason := _why_not(requested, request):
@@ -144,35 +143,21 @@ def _fastest(request: Request) -> str:
 
 
 @torch.compiler.assume_constant_result
-def resolve(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    hidden: int,
-    intermediate: int,
-    gated: bool,
-    training: bool,
-    activation: str = RELU,
-) -> str:
-    """The name of the backend that runs this call; decided and logged once per kind of request.
+def resolve(requested: str, *kind: Any) -> str:
+    """The name of the backend that runs calls of this kind, the fields of a `Request`; decided and logged once.
 
     Raises ValueError for an unknown name, and BackendUnavailable for a backend that was requested by name but cannot
     run. Takes plain values, since torch.compile calls it once while tracing and stores the result.
     """
-    return _resolve(requested, device, dtype, hidden, intermediate, gated, training, activation)
+    return _resolve(requested, *kind)
 
 
 @torch.compiler.assume_constant_result
 def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
-    """Whether this backend, which must be registered, needs no hot neurons for so few tokens."""
-    few_tokens = get(name).few_tokens
+    """Whether this backend needs no hot neurons for so few tokens, for which it has kernels of their own. False for
+    AUTO and unknown names."""
+    few_tokens = get(name).few_tokens if name in FILES else None
     return few_tokens is not None and few_tokens(tokens, hidden)
-
-
-def needs_no_hot(name: str, tokens: int, hidden: int) -> bool:
-    """Whether a call without gradients and statistics gains nothing from hot neurons: dense products compute all
-    neurons alike, and some backends have kernels of their own for few tokens. False for AUTO and unknown names."""
-    return name == DENSE or (name in FILES and has_few_tokens(name, tokens, hidden))
 
 
 @torch.compiler.assume_constant_result

@@ -8,8 +8,7 @@ import functools
 
 import pytest
 import torch
-from calls import exact_pattern, make_block, run_ffn
-from torch.utils._python_dispatch import TorchDispatchMode
+from calls import Operators, exact_pattern, leaves, make_block, run_ffn, upstream, y_and_l1
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, memory, ops, registry
@@ -31,14 +30,7 @@ from twell.testing import (
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def backend(x, w_gate, w_up, w_down, capacity=1000, **options):
-    y, stats = run_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, **options)
-    return y, stats.l1
-
-
-def upstream(problem):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(problem.x.shape, generator=generator).to(torch.bfloat16)
+backend = functools.partial(y_and_l1, backend="triton", capacity=1000)
 
 
 def use(monkeypatch, **config):
@@ -81,14 +73,16 @@ def gate(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("tokens", "gated"), [(1, True), (18, False)])
-def test_any_number_of_tokens(tokens, gated):
-    check(backend, make_problem(tokens, 128, 150, 10.0, gated=gated))
-
-
-@pytest.mark.parametrize(("hidden", "intermediate"), [(16, 8), (80, 250), (336, 64), (2112, 70), (8192, 40)])
-def test_any_size(hidden, intermediate):
-    check(backend, make_problem(3, hidden, intermediate, intermediate / 8))
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "gated"),
+    [
+        *((3, *sizes, True) for sizes in ((16, 8), (80, 250), (336, 64), (2112, 70), (8192, 40))),
+        (1, 128, 150, True),
+        (18, 128, 150, False),
+    ],
+)
+def test_any_size(tokens, hidden, intermediate, gated):
+    check(backend, make_problem(tokens, hidden, intermediate, intermediate / 8, gated=gated))
 
 
 @pytest.mark.slow
@@ -183,7 +177,6 @@ def test_pieces_of_y_alone(hot, gated, monkeypatch):
     ids=str,
 )
 def test_weights_of_the_l1_term(options, gated, activation):
-    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
     problem, weight = make_problem(5, 32, 40, 10.0, gated=gated), torch.rand(40).mul(2).round()
     run = functools.partial(backend, activation=activation, l1_weight=weight, **options)
     check(run, problem, upstream(problem), 0.5, activation, weight)
@@ -288,14 +281,12 @@ def test_what_it_cannot_do_is_reported():
 # Squared ReLU.
 
 
-def squared(*problem, **options):
-    return backend(*problem, activation="relu2", **options)
+squared = functools.partial(backend, activation="relu2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "gated"), [({}, False), ({"hot": [1, 4, 17], "backup": 0.3}, True)], ids=str)
 def test_squared(options, gated):
-    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
     problem = make_problem(5, 32, 40, 10.0, gated=gated)
     check(lambda *p: squared(*p, **options), problem, upstream(problem), 0.5, "relu2")
     check_statistics(problem, activation="relu2", **({"hot": options["hot"]} if "hot" in options else {}))
@@ -321,19 +312,17 @@ def with_infinity(problem, where, token, activation="relu", **options):
     return ours
 
 
-@pytest.mark.parametrize(("where", "gated", "hot"), [("x", True, None), ("dy", True, [2, 4]), ("x", False, None)])
+@pytest.mark.parametrize(("where", "gated", "hot"), [("x", True, 0), ("dy", True, [2, 4]), ("x", False, 0)])
 def test_squared_is_nonfinite_wherever_plain_torch_is(where, gated, hot):
-    options = {} if hot is None else {"hot": torch.tensor(hot)}
-    with_infinity(make_problem(5, 16, 8, 2.0, gated=gated), where, 4, "relu2", **options)
+    with_infinity(make_problem(5, 16, 8, 2.0, gated=gated), where, 4, "relu2", hot=hot)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("hot", [None, [7]])
+@pytest.mark.parametrize("hot", [0, [7]])
 def test_a_square_that_overflows(gated, hot):
     problem = make_problem(5, 16, 12, 3.0, gated=gated)
     (problem.w_up if problem.w_gate is None else problem.w_gate)[7, 0] = 1e25  # x[:, 0] is 1
-    options = {} if hot is None else {"hot": torch.tensor(hot)}
-    ours, _ = squared(*problem, **options)
+    ours, _ = squared(*problem, hot=hot)
     plain, _ = plain_ffn(*problem, "relu2")
     assert not plain.isfinite().any()
     assert torch.equal(ours.isnan(), plain.isnan())
@@ -343,15 +332,12 @@ def test_a_square_that_overflows(gated, hot):
 # Training.
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_gradients(gated):
-    problem = make_problem(66, 16, 8, 0.5, gated=gated)
-    check(backend, problem, upstream(problem), 0.5)
-
-
-@pytest.mark.parametrize(("hidden", "gated"), [(16, True), (80, False), (2112, False), (8192, True)])
-def test_gradients_of_any_hidden_size(hidden, gated):
-    problem = make_problem(2, hidden, 6, 2.0, gated=gated, dead=0.0)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "gated"),
+    [(66, 16, True), (66, 16, False), (2, 16, True), (2, 80, False), (2, 2112, False), (2, 8192, True)],
+)
+def test_gradients_of_any_size(tokens, hidden, gated):
+    problem = make_problem(tokens, hidden, 6, 2.0, gated=gated, dead=0.0)
     check(backend, problem, upstream(problem), 0.5)
 
 
@@ -410,19 +396,18 @@ def test_only_what_is_needed_and_always_the_same(options):
     problem = problem._replace(w_down=neuron_major(problem.w_down))
     expected = evaluate(lambda *p: backend(*p, **options), problem, upstream(problem))
     for needed in ("x", "w_gate", "w_up", "w_down"):
-        leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
-        backend(*leaves, **options)[0].backward(upstream(problem))
-        assert [name for name, leaf in leaves._asdict().items() if leaf.grad is not None] == [needed]
-        assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
-    assert leaves.w_down.grad.stride() == (1, 32)
+        given = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
+        backend(*given, **options)[0].backward(upstream(problem))
+        assert [name for name, leaf in given._asdict().items() if leaf.grad is not None] == [needed]
+        assert torch.equal(getattr(given, needed).grad, expected[f"d{needed}"])
+    assert given.w_down.grad.stride() == (1, 32)
 
 
 def test_no_result_depends_on_the_capacity():
     problem = make_problem(4, 32, 20, 5.0)
     y, stats = run_ffn(*problem, backend="triton")
     needed = -(-int(stats.nonzeros.sum()) // 4)
-    leaves = Problem(*(t.detach().requires_grad_() for t in problem))
-    got, small = run_ffn(*leaves, backend="triton", capacity=needed - 1)
+    got, small = run_ffn(*leaves(problem), backend="triton", capacity=needed - 1)
     assert torch.equal(got, y)
     assert int(small.overflow) > int(stats.overflow)
     for capacity in (1, needed - 1, needed):
@@ -447,11 +432,8 @@ def test_exceeded_capacity_is_logged_once(caplog, monkeypatch):
     ids=str,
 )
 def test_exceeded_capacity_beside_dense_parts(options, gated):
-    if "hot" in options:
-        options = {**options, "hot": torch.tensor(options["hot"])}
     problem = make_problem(6, 32, 40, 12.0, gated=gated)
-    leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
-    assert int(run_ffn(*leaves, backend="triton", capacity=1, **options)[1].overflow) > 0
+    assert int(run_ffn(*leaves(problem), backend="triton", capacity=1, **options)[1].overflow) > 0
     check(lambda *p: backend(*p, capacity=1, **options), problem, upstream(problem), 0.5)
 
 
@@ -465,15 +447,10 @@ def _compiled(function):
 
 def _through_the_operator(function):
     def run(*p):
-        with _Watching():
+        with Operators():
             return function(*p)
 
     return run
-
-
-class _Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("way", [_checkpointed, _compiled, _through_the_operator])
@@ -561,19 +538,19 @@ def test_gradients_are_nonfinite_wherever_they_are_in_plain_torch(where, gated):
 
 def test_a_nonfinite_gradient_of_l1():
     problem = make_problem(5, 16, 12, 3.0)
-    leaves = Problem(*(t.detach().requires_grad_() for t in problem))
-    (backend(*leaves)[1] * float("nan")).backward()
-    assert all(leaf.grad.isnan().all() for leaf in leaves)
+    given = leaves(problem)
+    (backend(*given)[1] * float("nan")).backward()
+    assert all(leaf.grad.isnan().all() for leaf in given)
 
 
 @pytest.mark.parametrize("backup", [0.0, 0.125])
 def test_training_with_zero_tokens(backup):
     problem = make_problem(4, 32, 20, 3.0)
-    leaves = Problem(problem.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in problem[1:]))
-    y, l1 = backend(*leaves, backup=backup)
+    given = leaves(problem._replace(x=problem.x[:0]))
+    y, l1 = backend(*given, backup=backup)
     (y.sum() + l1).backward()
-    assert leaves.x.grad.shape == (0, 32)
-    assert not any(leaf.grad.any() for leaf in leaves[1:])
+    assert given.x.grad.shape == (0, 32)
+    assert not any(leaf.grad.any() for leaf in given[1:])
 
 
 @pytest.mark.slow
@@ -616,12 +593,12 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
     gate(32, 8)
     counts = [3, 32, 0, 5, 9, 2, 4, 7]
     problem = exact_pattern(counts, 32, 32, 1)
-    leaves = Problem(*(t.detach().requires_grad_() for t in problem))
-    _, whole = run_ffn(*leaves, backend="triton")
+    given = leaves(problem)
+    _, whole = run_ffn(*given, backend="triton")
     assert int(whole.overflow) == 2  # tiles
     for share, left in ((0.125, 30), (0.25, 21)):
         enough = -(-left // 8)
-        y, stats = run_ffn(*leaves, backend="triton", capacity=enough, backup=share)
+        y, stats = run_ffn(*given, backend="triton", capacity=enough, backup=share)
         assert stats.nonzeros.tolist() == counts
         assert torch.equal(stats.fired, whole.fired)
         assert relative_error(stats.l1, whole.l1) < 0.01
@@ -631,7 +608,7 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
         assert tokens.tolist() == ([1] if share == 0.125 else [1, 4])
         assert activated.shape == (len(tokens), 64)
         check(lambda *p: backend(*p, capacity=enough, backup=share), problem, upstream(problem), 0.5)  # noqa: B023
-        _, short = run_ffn(*leaves, backend="triton", capacity=enough - 1, backup=share)
+        _, short = run_ffn(*given, backend="triton", capacity=enough - 1, backup=share)
         assert int(short.overflow) > int(stats.overflow)
     check(lambda *p: backend(*p, capacity=2), problem, upstream(problem), 0.5)
 
@@ -642,8 +619,7 @@ def test_a_backup_beside_hot_neurons(gated):
     problem, neurons = make_problem(9, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *p: backend(*p, hot=neurons, backup=0.25), problem, upstream(problem), 0.5)
     _, whole = run_ffn(*problem, backend="triton")
-    leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
-    _, stats = run_ffn(*leaves, backend="triton", hot=neurons, backup=0.25)
+    _, stats = run_ffn(*leaves(problem), backend="triton", hot=neurons, backup=0.25)
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
 
@@ -659,11 +635,11 @@ def test_nonfinite_values_beside_a_backup(where, token):
 @pytest.mark.parametrize("gated", [True, False])
 def test_opcheck_with_a_backup(gated):
     problem = make_problem(4, 16, 12, 3.0, gated=gated)
-    leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
+    given = leaves(problem)
     forward = torch.ops.twell.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        forward, (*leaves, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2", 0, 0), test_utils=checks
+        forward, (*given, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2", 0, 0), test_utils=checks
     )
 
 

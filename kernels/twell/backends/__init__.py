@@ -1,1 +1,1 @@
-"""One file per backend; see `registry.Backend` for what each provides."""
+"""One file per backend; see `interface.Backend` for what each provides."""

@@ -15,23 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import registry
+from ..hot_split import before_activation, hidden_of
 from ..interface import RELU, RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
+_H_AT_ONCE = "h_at_once"  # and a device: the launch cache's key once that kernel is loaded there
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
 
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     if not options.training and not options.stats:
-        y_MK = inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation)
-        return Forward(y_MK, None, None, None, overflow=None)
+        return Forward(inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation))
     g_MN, *up = saved = _saved(x_MK, weights)
-    h_MN = _hidden(g_MN, up[0] if up else None, options.activation)
+    h_MN = hidden_of(g_MN, up[0] if up else None, options.activation)
     y_MK = F.linear(h_MN, weights.down.t())
     nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN, weights.l1) if options.stats else (None, None, None)
-    return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
+    return Forward(y_MK, nonzeros_M, l1, fired_N, saved=saved if options.training else ())
 
 
 def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
@@ -53,24 +56,23 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     else:
         z_MN, u_MN = F.linear(x_MK, w_gate_NK), F.linear(x_MK, w_up_NK)
     if not ((u_MN is not None or activation == RELU2) and z_MN.is_cuda and _fused(z_MN, u_MN, activation)):
-        z_MN = _hidden(z_MN.relu_(), u_MN, activation)
+        z_MN = hidden_of(z_MN.relu_(), u_MN, activation)
     return F.linear(z_MN, w_down_KN)
 
 
 def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, activation: str) -> bool:
     """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
-    bfloat16 on Hopper, but for a CUDA graph that is captured, when no kernel can be loaded. That kernel does not round
-    relu's square, which it leaves to others."""
+    bfloat16 on Hopper. A CUDA graph that is captured has it if a call came before: no kernel can be loaded then. That
+    kernel does not round relu's square, which it leaves to others."""
     if w_gate_NK is None or activation != RELU or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
         return False
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
         return False
-    if not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+    captured = not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    if captured and LAUNCHES.get((_H_AT_ONCE, x_MK.device)) is None:
         return False
-    from .. import registry
-
     intermediate, hidden = map(operator.index, w_up_NK.shape)  # under torch.compile they may be symbols
-    return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
+    return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate, True, False)
 
 
 def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
@@ -80,7 +82,10 @@ def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | Non
     from .hopper import h_at_once
 
     h_MN = h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, RELU)
-    return None if h_MN is None else h_MN.view(*x_MK.shape[:-1], -1)
+    if h_MN is None:
+        return None
+    LAUNCHES.put((_H_AT_ONCE, x_MK.device), True)
+    return h_MN.view(*x_MK.shape[:-1], -1)
 
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
@@ -100,14 +105,6 @@ def _has_triton(device: torch.device) -> bool:
     from .triton import device_misfit
 
     return importlib.util.find_spec("triton") is not None and device_misfit(device, interpreted=False) is None
-
-
-def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:
-    """h of g = relu(z) and u; without a gate and a square it is g itself."""
-    a_MN = g_MN.square() if activation == RELU2 else g_MN
-    if u_MN is None:
-        return a_MN
-    return a_MN.mul_(u_MN) if activation == RELU2 else a_MN * u_MN
 
 
 def _statistics(g_MN: Tensor, h_MN: Tensor, l1_weight_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,11 +128,11 @@ def traced(x_MK: Tensor, weights: Weights, activation: str, *, stats: bool) -> F
     h_MN = a_MN if weights.gate is None else a_MN * F.linear(x_MK, weights.up)
     y_MK = F.linear(h_MN, weights.down.t())
     if not stats:
-        return Forward(y_MK, None, None, None, overflow=None)
+        return Forward(y_MK)
     active_MN, wide = g_MN != 0, torch.promote_types(h_MN.dtype, torch.float32)
     size_MN = h_MN.abs() if weights.l1 is None else h_MN.abs() * weights.l1
     l1 = size_MN.sum(dtype=wide) / max(h_MN.shape[0], 1)
-    return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0), overflow=None)
+    return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0))
 
 
 def _backward(
@@ -149,7 +146,7 @@ def _backward(
 ) -> Gradients:
     gate_NK, up_NK, down_NK, l1_weight_N = weights
     g_MN, u_MN = saved if gate_NK is not None else (saved[0], None)
-    h_MN = _hidden(g_MN, u_MN, activation)
+    h_MN = hidden_of(g_MN, u_MN, activation)
     ddown_NK = None
     if needs.down:  # in the layout of the weight, which it then need not be copied to
         ddown_NK = h_MN.t() @ dy_MK if down_NK.is_contiguous() else (dy_MK.t() @ h_MN).t()
@@ -159,23 +156,16 @@ def _backward(
         slope = dl1 / max(x_MK.shape[0], 1) * (1 if l1_weight_N is None else l1_weight_N)
         dh_MN.addcmul_(h_MN.sign() if h_MN is g_MN else h_MN.sign_(), slope.to(x_MK.dtype))
     if gate_NK is None or u_MN is None:
-        du_MN = _before_activation(dh_MN, g_MN, activation)
+        du_MN = before_activation(dh_MN, g_MN, activation)
         dx_MK = du_MN @ up_NK if needs.x else None
         return Gradients(dx_MK, None, du_MN.t() @ x_MK if needs.up else None, ddown_NK)
     a_MN = torch.mul(g_MN, g_MN, out=h_MN) if activation == RELU2 else g_MN
     du_MN = torch.mul(dh_MN, a_MN, out=h_MN)
-    dg_MN = _before_activation(dh_MN.mul_(u_MN), g_MN, activation)
+    dg_MN = before_activation(dh_MN.mul_(u_MN), g_MN, activation)
     dx_MK = torch.addmm(du_MN @ up_NK, dg_MN, gate_NK) if needs.x else None
     dgate_NK = dg_MN.t() @ x_MK if needs.gate else None
     dup_NK = du_MN.t() @ x_MK if needs.up else None
     return Gradients(dx_MK, dgate_NK, dup_NK, ddown_NK)
-
-
-def _before_activation(gradient_MN: Tensor, g_MN: Tensor, activation: str) -> Tensor:
-    """The gradient of z, from that of the activation, which may be overwritten; g = relu(z)."""
-    if activation == RELU2:
-        gradient_MN.mul_(g_MN * 2)
-    return torch.ops.aten.threshold_backward(gradient_MN, g_MN, 0)
 
 
 def _saved_like(x_MK: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:

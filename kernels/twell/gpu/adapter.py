@@ -6,7 +6,7 @@ Shapes: M tokens, K hidden, N intermediate.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,20 +17,6 @@ from ..memory import aligned, in_pieces, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
-
-
-class PackedGate(Protocol):
-    """The packed gate as far as the adapter knows it."""
-
-    @property
-    def counts(self) -> Tensor:
-        """int32 [M, tiles]; a row that is zeroed before `gated_down` is an empty one."""
-        ...
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """int64 scalar."""
-        ...
 
 
 class FewTokens(NamedTuple):
@@ -48,8 +34,9 @@ class Kernels(NamedTuple):
     """The three calls, one for few tokens and one for screened neurons if there are any. weights: contiguous and
     aligned.
 
-    gate_pack(x, weights, stats=) -> PackedGate, with `overflow` if `stats`. Also with cold=, if the backend can leave
-        neurons out, and with screen=, what `screen` returned.
+    gate_pack(x, weights, stats=) -> the packed gate. Its `counts`, int32 [M, tiles]: a row that is zeroed before
+        `gated_down` is an empty one. Its `overflow`, int64 scalar, if `stats`. Also with cold=, if the backend can
+        leave neurons out, and with screen=, what `screen` returned.
     gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
@@ -88,8 +75,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             weights = _in_memory(weights)
             alone = not (stats or training)
             if alone and cold is None and kernels.few is not None and kernels.few.takes(*x.shape):
-                y_MK = kernels.few.forward(x, weights, squared=squared)
-                return Forward(y_MK, None, None, None, None)
+                return Forward(kernels.few.forward(x, weights, squared=squared))
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
@@ -99,7 +85,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
                     kernels.gated_down(
                         kernels.gate_pack(piece, weights, stats=False, **left), piece, weights, squared=squared, out=out
                     )
-                return Forward(y_MK, None, None, None, None)
+                return Forward(y_MK)
             packed = kernels.gate_pack(x, weights, stats=stats, **left)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
@@ -201,6 +187,5 @@ def _nothing(x: Tensor, weights: Weights, saved: Sequence[Tensor]) -> Forward:
         x.new_zeros(0, dtype=torch.int32),
         x.new_zeros((), dtype=torch.float32),
         x.new_zeros(weights.up.shape[0], dtype=torch.bool),
-        overflow=None,
         saved=saved,
     )

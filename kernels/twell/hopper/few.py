@@ -121,7 +121,8 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool) -> _Plan:
     most, early = kind(tokens)
-    rows = rows_of_a_block(intermediate, inference.sm_count(device_index))
+    # Neurons of a CTA of `few_gate`: one CTA for each processor, unless it would have too many.
+    rows = min(-(-intermediate // inference.sm_count(device_index)), _MOST_ROWS)
     blocks = -(-intermediate // rows)
     found_at = -(-tokens * blocks * 4 // 16) * 16
     macros = gate_macros(hidden, rows, most, gated, squared, early)
@@ -130,11 +131,6 @@ def plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: 
         _gate_kernel(device_index, tuple(macros.items())),
         _down_kernel(device_index, tuple(down_macros(hidden, rows, blocks).items()), early),
     )
-
-
-def rows_of_a_block(intermediate: int, sm_count: int) -> int:
-    """Neurons of a CTA of `few_gate`: one CTA for each processor, unless it would have too many."""
-    return min(-(-intermediate // sm_count), _MOST_ROWS)
 
 
 @functools.cache

@@ -116,23 +116,20 @@ class PackedGate:
         self.overflow = torch.empty((), dtype=torch.int64, device=device) if count_overflow else None
         self.overflow_at = self.address if self.overflow is None else self.overflow.data_ptr()
 
-    def _part(self, start: int, end: int) -> Tensor:
-        return self._block[start:end]
-
     @property
     def words(self) -> Tensor:
         at = self.layout
-        return self._part(at.words, at.spilled).view(at.tokens, at.tiles, at.tiling.slots)
+        return self._block[at.words : at.spilled].view(at.tokens, at.tiles, at.tiling.slots)
 
     @property
     def spilled(self) -> Tensor:
         at = self.layout
-        return self._part(at.spilled, at.counts).view(torch.bfloat16).view(at.tokens, at.tiles, at.tiling.tile)
+        return self._block[at.spilled : at.counts].view(torch.bfloat16).view(at.tokens, at.tiles, at.tiling.tile)
 
     @property
     def counts(self) -> Tensor:
         at = self.layout
-        return self._part(at.counts, at.link).view(at.tokens, at.tiles)
+        return self._block[at.counts : at.link].view(at.tokens, at.tiles)
 
     def to_twell(self) -> TwELL:
         """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
@@ -190,11 +187,10 @@ def launch_screened(packed: PackedGate, x: Rows, screen: Screen) -> None:
 
 
 # The arguments come as one tuple, which is the launch's key in the cache.
+@LAUNCHES.kept
 def _gate_launch(arguments: tuple) -> driver.Launch:
     """The launch for these addresses, strides (in 16 bits, like the hidden size) and sizes, for `count` neurons from
     `first` on, a multiple of the tile."""
-    if (found := LAUNCHES.get(arguments)) is not None:
-        return found
     kernel, layout, grid, stream, first, count, hidden, x_stride, w_stride, addresses = arguments
     x, w, x_norms, w_norms, neurons, block, overflow = addresses
     tokens = layout.tokens
@@ -215,9 +211,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
         tiles=layout.tiles,
         first_tile=first // layout.tiling.tile,
     )
-    launch = kernel.prepare(grid, stream, parameters)
-    LAUNCHES.put(arguments, launch)
-    return launch
+    return kernel.prepare(grid, stream, parameters)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -271,10 +265,9 @@ def gated_down(
 _NOWHERE, _NOT_SAVED = (0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
+@LAUNCHES.kept
 def _down_launch(arguments: tuple) -> driver.Launch:
     """Prepared launch of `gated_down`, kept like that of `_gate_launch`."""
-    if (found := LAUNCHES.get(arguments)) is not None:
-        return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
     x, up, down, gate, neurons, block, overflow, y = addresses
     nonzeros, l1, l1_weight, fired = counts
@@ -307,9 +300,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         chunk=chunk,
         capacity=capacity,
     )
-    launch = kernel.prepare(grid, stream, parameters)
-    LAUNCHES.put(arguments, launch)
-    return launch
+    return kernel.prepare(grid, stream, parameters)
 
 
 class PreparedForward(driver.PreparedPair):

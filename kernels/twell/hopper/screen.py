@@ -76,15 +76,12 @@ def quantised(x: Tensor, factors: Tensor) -> Rows:
     return rows
 
 
+@LAUNCHES.kept
 def _launch(arguments: tuple) -> driver.Launch:
     """Prepared launch, kept like that of `gate_pack`."""
-    if (found := LAUNCHES.get(arguments)) is not None:
-        return found
     kernel, stream, x_stride, tokens, (x, factors, rows, norms) = arguments
     parameters = QuantiseParams(x=x, factors=factors, rows=rows, norms=norms, x_stride=x_stride * 2, M=tokens)
-    launch = kernel.prepare(-(-tokens // _WARPS), stream, parameters)
-    LAUNCHES.put(arguments, launch)
-    return launch
+    return kernel.prepare(-(-tokens // _WARPS), stream, parameters)
 
 
 def quantise_macros(hidden: int) -> dict[str, int]:

@@ -81,7 +81,7 @@ def autotune(
     chosen = known if blocks is None else list(blocks)
     if foreign := set(chosen).difference(known):
         raise ValueError(f"{len(foreign)} of {len(chosen)} blocks are not in {type(model).__name__}")
-    decisions: dict[nn.Module, Decision] = {}
+    decisions: dict[SparseFeedForward, Decision] = {}
     processes = training.Processes(group) if model.training else None
     if processes is None:
         check_whole("autotune", chosen)
@@ -89,10 +89,9 @@ def autotune(
     run_compiled = training.compiled_blocks(model, chosen, compiled) if model.training else set()
     sortable = {block for block in chosen if hot and not model.training and can_be_ordered(model, block)}
 
-    def measure(block: nn.Module, x: Tensor) -> None:
+    def measure(block: SparseFeedForward, x: Tensor) -> None:
         if block in decisions:
             return
-        assert isinstance(block, SparseFeedForward)
         if processes is None:
             checked_tokens(x, "autotune")
             decisions[block] = forward.choose(block, x, backends, hot=hot, sortable=block in sortable)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -78,11 +78,11 @@ def fastest_by_form(milliseconds: dict[Plan, float]) -> dict[Form, float]:
 
 
 @contextmanager
-def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+def hooked(blocks: Sequence[SparseFeedForward], hook: Callable[[SparseFeedForward, Tensor], None]) -> Iterator[None]:
     """Calls `hook` with the block and its input x, given by position or by name, before each forward of these
     blocks."""
 
-    def with_input(block: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    def with_input(block: Any, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         hook(block, arguments[0] if arguments else named["x"])
 
     handles = [block.register_forward_pre_hook(with_input, with_kwargs=True) for block in blocks]
@@ -119,27 +119,32 @@ def checked_tokens(x: Tensor, program: str) -> int:
     return tokens
 
 
+def misfit(name: str, block: SparseFeedForward, like: Tensor, *, training: bool = False) -> str | None:
+    """`registry.why_not` for this block, on the device and in the dtype of products with this tensor."""
+    intermediate, hidden = block.up_proj.weight.shape
+    return registry.why_not(
+        name,
+        device=like.device,
+        dtype=computed_dtype(like),
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=block.gated,
+        training=training,
+        activation=block.activation,
+    )
+
+
 def usable_backends(
     block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, training: bool = False
 ) -> list[str]:
     """The sparse backends that can run this block on this input; those requested by name must be able to, else this
     raises BackendUnavailable."""
-    intermediate, hidden = block.up_proj.weight.shape
     names = (
         [name for name in registry.available_backends(x.device) if name != REFERENCE] if backends is None else backends
     )
     usable = []
     for name in names:
-        reason = registry.why_not(
-            name,
-            device=x.device,
-            dtype=computed_dtype(x),
-            hidden=hidden,
-            intermediate=intermediate,
-            gated=block.gated,
-            training=training,
-            activation=block.activation,
-        )
+        reason = misfit(name, block, x, training=training)
         if reason is not None and backends is not None:
             raise registry.BackendUnavailable(f"backend {name!r} cannot run this block: {reason}")
         if reason is None and registry.get(name).sparse:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import registry
 from ..hot import hot_neurons
 from ..memory import SCREENS_FROM
-from ..modules import SparseFeedForward, pattern_layer
+from ..modules import SparseFeedForward, pattern_layer, weights_of
 from ..ops import Call, compute, sparse_ffn
 from ..plan import Plan
 from ..registry import DENSE
@@ -36,8 +36,7 @@ def choose(
     block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, hot: bool, sortable: bool
 ) -> Decision:
     """What is fastest on x [..., K] without gradients. hot: whether to try hot neurons; sortable: sorted ones too."""
-    gate = None if block.gate_proj is None else block.gate_proj.weight
-    weights, pattern = (gate, block.up_proj.weight, block.down_proj.weight), pattern_layer(block).weight
+    weights, pattern = weights_of(block), pattern_layer(block).weight
     _, stats = sparse_ffn(x, *weights, block.activation, DENSE, return_stats=True)
     by_index = tuple(hot_neurons(x, pattern).tolist()) if hot else ()
     order = firing_order(x, pattern, stats.fired) if sortable else None

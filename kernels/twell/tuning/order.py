@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hot import MULTIPLE, RATE, firing_rates
-from ..modules import SparseFeedForward, feed_forward_blocks
+from ..modules import SparseFeedForward, feed_forward_blocks, weights_of
 from .saved import forget_plans
 
 RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones
@@ -26,8 +26,7 @@ BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `
 class FiringOrder(NamedTuple):
     """neurons: int64 [N], a permutation: most active first, those that never fired last. prefixes: numbers of neurons
     in front to try as hot ones, ascending, none of them 0. kept: how many, in front, remain where the silent ones are
-    left out: all that fired, and as many more as make a multiple of KEPT_MULTIPLE (at most N). rare: how many, at the
-    end, have a rate of at most RARE."""
+    left out (`kept_count`). rare: how many, at the end, have a rate of at most RARE."""
 
     neurons: Tensor
     prefixes: tuple[int, ...]
@@ -48,11 +47,16 @@ def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
     x: [..., K]; w_gate: [N, K] (w_up of a non-gated block); fired: bool [N], over all of x, as in `FFNStats`: a neuron
     that the sample of `firing_rates` misses is not silent. Waits for the device.
     """
-    rates, neurons = firing_rates(x, w_gate), w_gate.shape[0]
+    rates = firing_rates(x, w_gate)
     order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
     prefixes = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in RATES} - {0})
-    kept = max(1, -(-int(fired.sum()) // KEPT_MULTIPLE)) * KEPT_MULTIPLE
-    return FiringOrder(order, tuple(prefixes), min(neurons, kept), int((rates <= RARE).sum()))
+    return FiringOrder(order, tuple(prefixes), kept_count(fired, KEPT_MULTIPLE), int((rates <= RARE).sum()))
+
+
+def kept_count(fired: Tensor, multiple: int) -> int:
+    """How many neurons remain where silent ones are left out: all that fired, bool [N], and as many more as make such a
+    multiple (at most N)."""
+    return min(len(fired), max(1, -(-int(fired.sum()) // multiple)) * multiple)
 
 
 def first_neurons(weights: BlockWeights, count: int) -> BlockWeights:
@@ -72,7 +76,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     block cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for
     weights that are not separate, plain parameters.
     """
-    weights = _weights(block)
+    weights = [weight for weight in weights_of(block) if weight is not None]
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
         raise ValueError(
             "the block's weights must be separate, plain parameters, got tied or parametrized ones, or DTensors"
@@ -120,11 +124,5 @@ def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if block.training or block.l1_weight is not None:
         return False
-    return all(
-        type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in _weights(block)
-    )
-
-
-def _weights(block: SparseFeedForward) -> list[Tensor]:
-    linears = (block.gate_proj, block.up_proj, block.down_proj)
-    return [linear.weight for linear in linears if linear is not None]
+    weights = [weight for weight in weights_of(block) if weight is not None]
+    return all(type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in weights)

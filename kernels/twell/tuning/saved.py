@@ -15,6 +15,7 @@ from ..modules import SparseFeedForward, feed_forward_blocks
 from ..names import AUTO
 from ..plan import Plan
 from ..registry import BackendUnavailable
+from .common import misfit
 
 CONFIG_KEY = "twell_plans"  # of a transformers configuration
 
@@ -68,25 +69,15 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
 
 def _checked(layer: int, block: SparseFeedForward, values: Any) -> Plan:
     weight = block.up_proj.weight
-    intermediate, hidden = weight.shape
     if weight.is_meta:
         raise ValueError(f"the weights of layer {layer} are on the meta device: load them before load_plans")
     try:
         plan = Plan.of(values)
-        plan.check_fits(intermediate)
+        plan.check_fits(weight.shape[0])
     except (TypeError, ValueError) as error:
         raise ValueError(f"the plan of layer {layer} cannot be used: {error}") from error
     for name in plan.backends:
-        reason = registry.why_not(
-            name,
-            device=weight.device,
-            dtype=computed_dtype(weight),
-            hidden=hidden,
-            intermediate=intermediate,
-            gated=block.gated,
-            activation=block.activation,
-        )
-        if reason is not None:
+        if (reason := misfit(name, block, weight)) is not None:
             raise BackendUnavailable(f"backend {name!r}, planned for layer {layer}, cannot run here: {reason}")
     return plan
 

@@ -98,12 +98,14 @@ def _queued(half: Callable[[], T], other: Call, others: int) -> tuple[float, T, 
     return begin.elapsed_time(end), found, ahead
 
 
-def _milliseconds(call: Call, repetitions: int, device: torch.device) -> float:
+def _milliseconds(call: Call, repetitions: int, device: torch.device, *, wait: bool = True) -> float:
+    """The mean time of a call in a loop; without `wait`, of what the host needs to issue it."""
     _synchronize(device)
     begin = time.perf_counter()
     for _ in range(repetitions):
         call()
-    _synchronize(device)
+    if wait:
+        _synchronize(device)
     return (time.perf_counter() - begin) * 1e3 / repetitions
 
 
@@ -140,7 +142,9 @@ def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost
                 call()
             torch.cuda.synchronize()
             eagerly = _cold_milliseconds(call, unused)
-            found[name] = Cost(_graph_milliseconds(call, unused), max(eagerly, _host_milliseconds(call)))
+            in_graph = _graph_milliseconds(call, unused)
+            issued = statistics.median(_milliseconds(call, _REPETITIONS, device, wait=False) for _ in range(_ROUNDS))
+            found[name] = Cost(in_graph, max(eagerly, issued))
     return found
 
 
@@ -188,15 +192,3 @@ def _replay_milliseconds(call: Call) -> float:
             end.synchronize()
             times.append(begin.elapsed_time(end))
     return statistics.median(times[1:])
-
-
-def _host_milliseconds(call: Call) -> float:
-    """The median time that the host needs to issue the call."""
-    times = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(_REPETITIONS):
-            call()
-        times.append((time.perf_counter() - begin) * 1e3 / _REPETITIONS)
-    return statistics.median(times)
