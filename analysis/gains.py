@@ -56,18 +56,19 @@ def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float,
     return ends
 
 
-def published(op: str) -> pd.DataFrame:
+def published(op: str, gated: bool = True) -> pd.DataFrame:
     """The paper's changes against dense in percent: model, l1, and one column for each metric of the operation.
 
-    Table 1 has every scale at the recommended L1; table 4 has one more forward value at 1.5B.
+    Table 1 has every scale at the recommended L1; table 4 has one more forward value at 1.5B, and those of non-gated
+    models.
     """
     columns = {
         "model_forward": {"throughput": "forward_tokens_per_ms", "energy": "energy_mj_per_token"},
         "model_training": {"throughput": "train_tokens_per_ms", "peak_memory": "peak_memory_gb"},
     }[op]
-    tables = [paper.table("table1_scales")]
+    tables = [paper.table("table1_scales")] if gated else []
     if op == "model_forward":
-        tables.append(where(paper.table("table4_gating"), gated="yes"))
+        tables.append(where(paper.table("table4_gating"), gated="yes" if gated else "no"))
     lines = []
     for scale, rows in (of_scale for table in tables for of_scale in table.groupby("scale", sort=False)):
         dense = where(rows, sparse="no").iloc[0]

@@ -29,7 +29,6 @@ from analysis.render import NOTHING, signed, significant
 ACCURACY_LOSS = 0.5  # points: more than the paper's models lose
 KEEPS_NONZEROS = "dead_neuron_reinit"  # the mitigation that leaves the paper's non-zeros as they are
 SETTLED = 0.1  # non-zeros have settled once they stay within 10% of their last value
-PAPERS_WIDTH = 5632
 
 
 def _percent(share: float) -> str:
@@ -66,7 +65,7 @@ def unregularised(evidence: Evidence) -> Finding:
     known = {model: line.iloc[0] for model, line in shares.items() if len(line)}
     if not known:
         raise Untested("non-zeros without L1, or the number of neurons, are not in the rows")
-    theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / PAPERS_WIDTH
+    theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / paper.WIDTH
     close = {model: 1 / 1.5 <= line["value"] / theirs <= 1.5 for model, line in known.items()}
     largest = list(known)[-1]
     off = [f"{significant(known[name]['value'] / theirs, 2)} times the paper's share at {name}" for name in known]

@@ -70,12 +70,7 @@ def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gai
 
 def papers_gains(op: str, metric: str, gated: bool = True) -> pd.DataFrame:
     """The paper's changes against dense in percent, `published`, by model and L1."""
-    if gated:
-        return published(op)[["model", "l1", metric]].rename(columns={metric: "published"})
-    table = where(paper.table("table4_gating"), gated="no")
-    dense, sparse = where(table, sparse="no").iloc[0], where(table, sparse="yes")
-    change = (sparse["forward_tokens_per_ms"] / dense["forward_tokens_per_ms"] - 1) * 100
-    return pd.DataFrame({"model": sparse["scale"].str.lower(), "l1": sparse["l1"], "published": change})
+    return published(op, gated)[["model", "l1", metric]].rename(columns={metric: "published"})
 
 
 def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) -> Finding:

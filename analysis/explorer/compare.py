@@ -30,7 +30,6 @@ EITHER = "datum.run === first || datum.run === second"
 
 @view("explorer-two-runs", "Two runs side by side", "by_layer")
 def two_runs(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Any two runs: mean non-zeros by layer and, if both have them, by position, as histograms, and token by token."""
     names = list(runs["label"])
     panels = [_by_layer(results, runs), _positions(results, runs), _histogram(results, runs), _scatter(results, runs)]
     there = [panel for panel in panels if panel is not None]

@@ -24,7 +24,6 @@ from analysis.load import Results
 
 RANKS = 96  # points of a line over the neurons of a layer
 TOGETHER = 36  # neurons of the map of those that fire together
-PAIRS = 12  # of the table
 DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
 FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
@@ -32,7 +31,6 @@ MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and st
 
 @view("explorer-rates", "How often each neuron fires", "by_neuron")
 def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
-    """The firing rates of each layer's neurons, the most active first."""
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
         rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
@@ -64,7 +62,6 @@ def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-together", "Which neurons fire together", "masks", "by_neuron")
 def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Correlation of firing among the neurons of a layer with the strongest partners."""
     runs, left_out = _first(runs)
     rows = []
     for label, layer, mask_TN, _ in _masks(results, runs):
@@ -125,7 +122,6 @@ def pairs(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
 
 @view("explorer-overlap", "How many active neurons two tokens share", "masks", "by_neuron")
 def overlap(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Overlap of the active neurons of two tokens by distance, compared with tokens from distant parts of the text."""
     rows = []
     for label, layer, mask_TN, position_T in _masks(results, runs):
         found = masks.overlap(mask_TN, position_T, DISTANCES)
@@ -198,7 +194,6 @@ def _layer_choice(names: Iterable[str]) -> alt.Parameter:
 
 @view("explorer-drift", "Firing rates in training", "in_training")
 def drift(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Rates of single neurons at the recorded steps, and the rank correlation of all rates with the last ones."""
     runs, left_out = _first(runs)
     table = of_run(results, "in_training", runs)
     followed, alike = [], []
@@ -252,7 +247,6 @@ def drift(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-deaths", "Which neurons die, and when", "in_training")
 def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Share of neurons that fire for none of the tokens, by step, and the share of these that fire again later."""
     table = of_run(results, "in_training", runs)
     rows = []
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):

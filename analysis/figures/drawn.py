@@ -76,7 +76,7 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        return f"Figure {self.number}" if self.number else self.title
+        return f"Figure {self.number}"
 
     @functools.cached_property
     def png(self) -> bytes:

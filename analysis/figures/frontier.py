@@ -38,8 +38,6 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "Blocks: alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
-    """Held-out cross-entropy against the measured time of the whole model's forward pass, and against that of its
-    blocks, both relative to the dense ReLU model with the most neurons; a line of panels for each size of models."""
     data = points(results)
     sizes = data["scale"].unique()
     picture, grid = style.panels(len(sizes), 2, 0.5 + 2.8 * len(sizes), sharey="row")

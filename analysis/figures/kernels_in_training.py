@@ -37,8 +37,6 @@ TRAIN = "python -m experiments.train model=0.5b sparsity.l1=2e-5"
     "smoothed; points: held-out text.",
 )
 def kernels_in_training(results: Results) -> Sketch:
-    """The cross-entropy's difference from the dense run of the same seed, with the difference between seeds for
-    comparison; and non-zeros, sparse layers and throughput."""
     runs = _runs(results)
     data = _records(results.curves, runs)
     looks = _looks(runs)

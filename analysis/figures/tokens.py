@@ -28,7 +28,6 @@ SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
     "are left out; ␣ is a space. (b) Mean over sequences; both axes are logarithmic.",
 )
 def tokens_and_positions(results: Results) -> Sketch:
-    """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
     tokens, positions = at_recommended(results, "by_token"), at_recommended(results, "by_position")
     positions = positions.merge(tokens[choose.RUN].drop_duplicates(), on=choose.RUN)
     tokens, positions = choose.first_seed(tokens), choose.first_seed(positions)

@@ -36,7 +36,6 @@ SPARSITY = (
     "cross-entropy against the run without L1 of the same seed. Lines: means over seeds; bands: 95% intervals.",
 )
 def curves_by_l1(results: Results) -> Sketch:
-    """Training and validation cross-entropy against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     by = ["model", "metric", "l1", "step", "tokens"]
     training = stats.over_seeds(_smooth(_whole_model(curves, "cross_entropy")), by)
@@ -75,7 +74,6 @@ def curves_by_l1(results: Results) -> Sketch:
     f"Colours: mitigations; dashes: their other L1 values. {SPARSITY}",
 )
 def mitigation(results: Results) -> Sketch:
-    """Mean non-zeros and dead fraction against the step for no mitigation, reinitialisation and L1 warm-up."""
     curves, trained = _with_seeds(results, where(results.curves, activation="relu", gated=True))
     changed = curves[curves["modification"] != "none"]
     if changed.empty:
@@ -100,7 +98,6 @@ def mitigation(results: Results) -> Sketch:
 
 @figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value", SPARSITY)
 def sparsity_by_l1(results: Results) -> Sketch:
-    """Mean non-zeros and dead fraction against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
