@@ -106,11 +106,7 @@ def _combined(sources: Sequence[_Source]) -> Results:
     unfinished = [path for source in sources for path in source.unfinished]
     notes = [f"{path}: no rows.csv yet: the run is unfinished and is left out" for path in unfinished]
     parts = list({part.folder: part for source in sources for part in source.parts}.values())
-    notes += [
-        f"{part.folder / 'rows.csv'}: the model of {item} has no name: the item's is used"
-        for part in parts
-        for item in part.unnamed
-    ]
+    notes += [note for part in parts for note in part.notes]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
     # Curves and non-zeros of a run are those of the folder with its latest row.
@@ -161,7 +157,7 @@ class _Part:
     folder: Path
     rows: pd.DataFrame
     tables: dict[str, pd.DataFrame]
-    unnamed: list[str]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,8 @@ def _read_folder(folder: Path) -> _Part:
             # The rows say how and when it was measured.
             if unknown := set(table["item"].unique()) - set(rows["item"]):
                 raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {folder / 'rows.csv'}")
-    return _Part(folder, rows, tables, unnamed)
+    notes = [f"{folder / 'rows.csv'}: the model of {item} has no name: the item's is used" for item in unnamed]
+    return _Part(folder, rows, tables, notes)
 
 
 def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

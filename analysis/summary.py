@@ -161,17 +161,9 @@ def dead_by_window(results: Results) -> pd.DataFrame:
     """The share of neurons that fire for none of this many consecutive tokens (mean over layers and seeds)."""
     rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)
     rows = choose.equally_trained(choose.relu_runs(rows))
-    over = _by_model(stats.over_seeds(rows, ["model", "l1", "tokens"]))
-    return pd.DataFrame(
-        {
-            "model": over["model"],
-            "l1": over["l1"],
-            "window": over["tokens"],
-            "seeds": over["seeds"].astype("Int64"),
-            "dead_pct": over["value"] * 100,
-            "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100,
-        }
-    )
+    over = _by_model(stats.over_seeds(rows, ["model", "l1", "tokens"])).rename(columns={"tokens": "window"})
+    numbers = {"dead_pct": over["value"] * 100, "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100}
+    return over[["model", "l1", "window", "seeds"]].astype({"seeds": "Int64"}).assign(**numbers)
 
 
 def _by_model(table: pd.DataFrame) -> pd.DataFrame:

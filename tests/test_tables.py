@@ -6,17 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_results import (
-    DEMO,
-    TASKS,
-    Run,
-    Study,
-    layer_nonzeros,
-    row,
-    trainings,
-    validation_loss,
-    write_rows,
-)
+from synthetic_results import DEMO, TASKS, Run, Study, layer_nonzeros, results_of, row, trainings, validation_loss
 
 from analysis import choose, describe, paper, render, stats, tables
 from analysis.load import FIGURES, load
@@ -28,11 +18,6 @@ from analysis.summary import dead_by_window, generation, kernels, layers, summar
 @pytest.fixture(scope="module")
 def both(paper, study):
     return load(paper, study)
-
-
-def results_of(tmp_path, rows):
-    write_rows(tmp_path / "item" / "rows.csv", rows)
-    return load(tmp_path)
 
 
 def test_ratio_with_spread_takes_the_widest_bounds():
@@ -230,12 +215,16 @@ def test_scales_shows_ours_and_what_is_missing(demo):
 
 
 def test_changes_are_against_dense_in_the_same_run(both):
-    """Of the model with L1, and not of the one without, which another run may have timed."""
-    frame = tables.scales(both)
-    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)].iloc[0]
+    """Of the model with L1, whose fastest dense form stands below its sparse row, and not of the one without, which
+    another run may have timed."""
+    both_forms = tables.scales(both).query("scale == '1.5B' and source == 'ours' and l1 == 2e-5")
+    assert list(both_forms["sparse"]) == ["yes", "no"]
+    ours, dense = both_forms.iloc[0], both_forms.iloc[1]
+    assert math.isnan(dense["forward_tokens_per_ms_vs_dense_pct"])
     timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and gated and modification == 'none'")
     timed = timed.query("metric == 'throughput' and model == '1.5b'").set_index("backend")["value"]
     assert ours["forward_tokens_per_ms"] == timed["hopper"]
+    assert dense["forward_tokens_per_ms"] == timed["dense_compiled"]
     assert ours["forward_tokens_per_ms_vs_dense_pct"] == pytest.approx(
         (timed["hopper"] / timed["dense_compiled"] - 1) * 100
     )
@@ -244,18 +233,6 @@ def test_changes_are_against_dense_in_the_same_run(both):
     )
     energy = both.rows.query("op == 'model_forward' and metric == 'energy' and l1 == 2e-5 and backend == 'hopper'")
     assert ours["energy_mj_per_token_vs_dense_pct"] == pytest.approx((1 / energy["ratio"].iloc[0] - 1) * 100)
-
-
-def test_the_baseline_of_the_changes_is_in_the_table(both):
-    """The fastest dense form of the model with L1 stands below its sparse row."""
-    frame = tables.scales(both)
-    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)]
-    assert list(ours["sparse"]) == ["yes", "no"]
-    sparse, dense = ours["forward_tokens_per_ms"]
-    assert ours["forward_tokens_per_ms_vs_dense_pct"].iloc[0] == pytest.approx((sparse / dense - 1) * 100)
-    assert math.isnan(ours["forward_tokens_per_ms_vs_dense_pct"].iloc[1])
-    accuracies = tables.tasks(both).query("scale == '1.5B' and l1 == 2e-5 and source == 'ours'")
-    assert set(accuracies["sparse"]) == {""}, "they do not depend on it"
 
 
 def test_means_over_seeds_have_their_interval(sweep):
@@ -377,6 +354,7 @@ def test_tasks_only_have_a_mean_when_all_are_measured(both):
     demo = frame[frame["scale"] == "demo"].iloc[0]
     assert math.isnan(demo["mean"])
     assert demo["piqa"] == 40.0
+    assert demo["sparse"] == "", "accuracies do not depend on it"
     assert "HellaSwag" in demo["note"]
     ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")].iloc[0]
     assert ours["mean"] == pytest.approx(ours[list(TASKS)].astype(float).mean())
@@ -526,17 +504,13 @@ def test_texts_are_escaped():
     assert "\\|" in render.markdown(frame)
 
 
-def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
-    results = results_of(tmp_path, [row(Study(), None, "bench", "ffn_forward", "time", 1.0, plan="dense")])
+def test_no_rows_at_all_still_gives_the_papers_tables(nothing):
     for spec in tables.TABLES:
-        frame = spec.make(results)
+        frame = spec.make(nothing)
         assert len(frame) >= len(paper.table(spec.name))
         assert render.markdown(frame)
-    assert summary(results).empty
-    assert layers(results).empty
-    assert kernels(results).empty
-    assert list(generation(results)["note"]) == ["not measured"]
-    assert dead_by_window(results).empty
+    assert all(make(nothing).empty for make in (summary, layers, kernels, dead_by_window))
+    assert list(generation(nothing)["note"]) == ["not measured"]
 
 
 def test_trainings_that_figures_leave_out_are_named(sweep):

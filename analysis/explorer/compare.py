@@ -9,15 +9,7 @@ import pandas as pd
 
 from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
-from analysis.explorer.runs import (
-    RUN,
-    about,
-    gathered,
-    in_most_tables,
-    initial,
-    of_first_model,
-    of_run,
-)
+from analysis.explorer.runs import RUN, about, gathered, in_most_tables, initial, of_first_model, of_run
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.tokens import RAREST, readable

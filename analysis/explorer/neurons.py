@@ -11,13 +11,7 @@ import pandas as pd
 
 from analysis.explorer import masks
 from analysis.explorer.chart import Sketch, choice, nested, records, short, view, zoom
-from analysis.explorer.runs import (
-    about,
-    initial,
-    layer_name,
-    layer_names,
-    of_run,
-)
+from analysis.explorer.runs import about, initial, layer_name, layer_names, of_run
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.layers import GATHER
 from analysis.load import Results

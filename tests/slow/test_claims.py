@@ -14,9 +14,7 @@ from synthetic_results import (
     Run,
     Study,
     layer_nonzeros,
-    row,
     validation_loss,
-    write_rows,
     write_study,
 )
 
@@ -163,20 +161,18 @@ def more_active(modification, *more):
     return apply
 
 
-def more_models(rows):
-    """The benchmarks of whole models, as if of two more sizes."""
-    whole = where(rows, op=schema.WHOLE_MODELS)
-    return pd.concat(
-        [rows, *(whole.assign(model=name, item=f"of_{name}") for name in ("0.5b", "1b"))], ignore_index=True
-    )
+def also_of(*models, op):
+    """The rows of this operation, as if of more models, too."""
+
+    def apply(rows):
+        chosen = where(rows, op=op)
+        more = [chosen.assign(model=name, item=name + chosen["item"]) for name in models]
+        return pd.concat([rows, *more], ignore_index=True)
+
+    return apply
 
 
-def more_sizes(rows):
-    """The trainings, as if of two more sizes."""
-    trained = where(rows, op="train")
-    return pd.concat(
-        [rows, *(trained.assign(model=name, item=name + trained["item"]) for name in ("4m", "11m"))], ignore_index=True
-    )
+more_models, more_sizes = also_of("0.5b", "1b", op=schema.WHOLE_MODELS), also_of("4m", "11m", op="train")
 
 
 def gaining(ratio):
@@ -271,6 +267,9 @@ DEAD = {"op": "nonzeros", "metric": "dead_fraction"}
 MITIGATED = {"reinitialisation": "dead_neuron_reinit", "warm-up": "l1_warmup"}
 WHOLE_MODELS = ("forward-speed", "forward-energy", "training-speed", "training-memory")
 
+AS_THE_PAPERS = valued(170.0, metric="nonzeros")
+LARGE_GAINS = both(gaining(2.0), more_models)
+
 CASES = [
     ("sparsity", "sweep", same, HOLDS),
     ("sparsity", "sweep", scaled(10, metric="nonzeros"), PARTLY),
@@ -278,20 +277,10 @@ CASES = [
     ("sparsity", "sweep", seeds(0), CONSISTENT),
     ("sparsity", "sweep", lambda rows: rows.assign(tokens_per_parameter=0.5), SHORT),
     ("sparsity", "sweep", without(l1=0.0), UNTESTED),
-    ("unregularised", "sizes", valued(170.0, metric="nonzeros"), HOLDS),
-    (
-        "unregularised",
-        "sizes",
-        both(valued(170.0, metric="nonzeros"), valued(500.0, model="4m", metric="nonzeros")),
-        CONSISTENT,
-    ),
-    (
-        "unregularised",
-        "sizes",
-        both(valued(170.0, metric="nonzeros"), valued(500.0, model="21m", metric="nonzeros")),
-        FAILS,
-    ),
-    ("unregularised", "sweep", valued(170.0, metric="nonzeros"), CONSISTENT),
+    ("unregularised", "sizes", AS_THE_PAPERS, HOLDS),
+    ("unregularised", "sizes", both(AS_THE_PAPERS, valued(500.0, model="4m", metric="nonzeros")), CONSISTENT),
+    ("unregularised", "sizes", both(AS_THE_PAPERS, valued(500.0, model="21m", metric="nonzeros")), FAILS),
+    ("unregularised", "sweep", AS_THE_PAPERS, CONSISTENT),
     ("unregularised", "sweep", valued(500.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", valued(20.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", lambda rows: rows.assign(intermediate=pd.NA), UNTESTED),
@@ -352,28 +341,20 @@ CASES = [
     ("correlation", "timed", same, HOLDS),
     ("correlation", "timed", changed("ratio", lambda rows: np.arange(len(rows)) % 2 + 1, op="ffn_forward"), FAILS),
     ("correlation", "sweep", same, UNTESTED),
-    *((name, "timed", both(gaining(2.0), more_models), HOLDS) for name in WHOLE_MODELS),
+    *((name, "timed", LARGE_GAINS, HOLDS) for name in WHOLE_MODELS),
     *((name, "timed", gaining(0.5), FAILS) for name in WHOLE_MODELS),
     *(
-        (name, "timed", both(gaining(2.0), more_models, without(plan="dense", backend=schema.EAGER)), PARTLY)
+        (name, "timed", both(LARGE_GAINS, change), PARTLY)
         for name in ("forward-speed", "training-memory")
+        for change in (without(plan="dense", backend=schema.EAGER), at_stronger_l1(slower))
     ),
     ("forward-energy", "timed", both(gaining(0.5), also_by_layer(2.0), more_models), PARTLY),
-    ("training-speed", "timed", both(gaining(2.0), more_models, at_stronger_l1(same)), HOLDS),
-    *(
-        (name, "timed", both(gaining(2.0), more_models, at_stronger_l1(slower)), PARTLY)
-        for name in ("forward-speed", "training-memory")
-    ),
+    ("training-speed", "timed", both(LARGE_GAINS, at_stronger_l1(same)), HOLDS),
     ("training-speed", "timed", gaining(2.0), PARTLY),
     ("forward-energy", "sweep", same, UNTESTED),
-    (
-        "growth",
-        "timed",
-        both(gaining(2.0), more_models, *(growing(*of, 1.5) for of in claims.WHOLE_MODELS.values())),
-        HOLDS,
-    ),
-    ("growth", "timed", both(gaining(2.0), more_models, growing("model_training", "throughput", 1.5)), PARTLY),
-    ("growth", "timed", both(gaining(2.0), more_models), FAILS),
+    ("growth", "timed", both(LARGE_GAINS, *(growing(*of, 1.5) for of in claims.WHOLE_MODELS.values())), HOLDS),
+    ("growth", "timed", both(LARGE_GAINS, growing("model_training", "throughput", 1.5)), PARTLY),
+    ("growth", "timed", LARGE_GAINS, FAILS),
     ("growth", "timed", gaining(2.0), UNTESTED),
     ("growth", "sweep", same, UNTESTED),
     ("non-gated-speed", "timed", gaining(2.0), HOLDS),
@@ -467,9 +448,8 @@ def test_the_tally_counts_claims_of_the_paper_apart(timed):
     assert claims.tally([*speeds, power]).startswith(expected)
 
 
-def test_no_rows_at_all(tmp_path):
-    write_rows(tmp_path / "i" / "rows.csv", [row(Study(), None, "i", "ffn_other", "time", 1.0, plan="dense")])
-    table = claims.table(claims.check_all(load(tmp_path)))
+def test_no_rows_at_all(nothing):
+    table = claims.table(claims.check_all(nothing))
     decided = table[table["verdict"] != UNTESTED]
     assert list(decided.index) == ["power", "no-loss"], "what the paper's own tables say needs no rows of ours"
     assert (table.drop(decided.index)["why"] != "").all()
@@ -713,16 +693,9 @@ def test_a_second_seed_of_the_same_layers_does_not_narrow_the_interval():
 
 
 def timed_layers(nonzeros, saved):
+    layers = [(layer, n, 1 / (1 - saved(n))) for layer, n in enumerate(nonzeros)]
     columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
-    nonzeros = list(nonzeros)
-    return pd.DataFrame(
-        {
-            "layer": range(len(nonzeros)),
-            "mean_nnz": nonzeros,
-            "ratio": [1 / (1 - saved(n)) for n in nonzeros],
-            **columns,
-        }
-    )
+    return pd.DataFrame(layers, columns=["layer", "mean_nnz", "ratio"]).assign(**columns)
 
 
 def test_a_pair_that_only_another_device_timed_counts(timed):
