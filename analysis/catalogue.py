@@ -17,8 +17,6 @@ from analysis.tables import TABLES, Spec
 
 @dataclass(frozen=True)
 class Table:
-    """A finished table."""
-
     name: str
     title: str
     caption: str

@@ -256,7 +256,6 @@ def worst(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_text(lines: pd.DataFrame) -> str:
-    """The lines of a comparison as a text table."""
     shown = pd.DataFrame(
         {
             "operation": lines["op"],

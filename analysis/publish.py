@@ -235,7 +235,6 @@ def _generated(folder: Path) -> Iterator[Path]:
 
 
 def _write_page(path: Path, text: str) -> Path:
-    """Write a page in Markdown."""
     return _write_text(path, markdown.without_tags(text))
 
 

@@ -140,9 +140,8 @@ def overlap(results: Results, runs: pd.DataFrame) -> Sketch:
     )
     near = base.mark_line(point=True).encode(y=alt.Y("near:Q", title="shared of the neurons active in either (%)"))
     far = base.mark_line(strokeDash=[4, 3]).encode(y="far:Q")
-    chart = (near.add_params(zoom("overlap_zoom")) + far).add_params(
-        choice("run", runs["label"], initial(results, runs))
-    )
+    chart = near.add_params(zoom("overlap_zoom")) + far
+    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)))
     caption = (
         f"Jaccard overlap, mean over pairs of {_tokens(results, runs)} tokens; dashed: two tokens from distant parts "
         "of the text (chance). The excess over a layer's dashed line is what neighbouring tokens share."
@@ -156,12 +155,8 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
         table = table.sort_values("index", kind="stable")
         for layer in masks.layers_of(table):
-            yield (
-                str(label),
-                layer,
-                masks.unpack_masks(table, layer, neurons[label, layer]),
-                table["position"].to_numpy(),
-            )
+            mask_TN = masks.unpack_masks(table, layer, neurons[label, layer])
+            yield str(label), layer, mask_TN, table["position"].to_numpy()
 
 
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
@@ -260,10 +255,8 @@ def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
     ]
     lines = base.mark_line(point=True).encode(x=_step_axis(table), color=colour, tooltip=tooltip)
     left = lines.encode(y=alt.Y("silent:Q", title="silent (% of N)")).properties(title="silent neurons")
-    right = lines.transform_filter("datum.back != null")
-    right = right.encode(y=alt.Y("back:Q", title="fire again at a later step (%)")).properties(
-        title="of these, come back"
-    )
+    right = lines.transform_filter("datum.back != null").properties(title="of these, come back")
+    right = right.encode(y=alt.Y("back:Q", title="fire again at a later step (%)"))
     chart = left.add_params(zoom("silent_zoom")) | right.add_params(zoom("back_zoom"))
     chart = chart.add_params(choice("run", runs["label"], initial(results, runs)))
     return Sketch(chart, f"Silent: fires for none of the tokens. {_about_training(table)}", ("run",))

@@ -128,13 +128,9 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
     if relu.empty:
         return runs.iloc[:0].assign(kind="", **dict.fromkeys(MEANS, np.nan))
     base = relu.iloc[-1]
+    plain = runs["activation"].map({"relu": DENSE}).fillna(SILU)
     runs = runs.assign(
-        kind=[
-            (DENSE if line.activation == "relu" else SILU)
-            if line.l1 == 0
-            else KINDS.get(line.modification, line.modification)
-            for line in runs.itertuples()
-        ],
+        kind=runs["modification"].replace(KINDS).mask(runs["l1"] == 0, plain),
         change=(runs["validation_cross_entropy"] / base["validation_cross_entropy"] - 1) * 100,
         train_change=(runs["cross_entropy"] / base["cross_entropy"] - 1) * 100,
         **{name: runs[name] / base[name] * 100 for name in ("time", "energy", "step")},

@@ -106,6 +106,10 @@ def scaled(factor, **cells):
     return changed("value", lambda rows: rows["value"] * factor, **cells)
 
 
+def shifted(points, **cells):
+    return changed("value", lambda rows: rows["value"] + points, **cells)
+
+
 def without(**cells):
     return lambda rows: rows.drop(where(rows, **cells).index)
 
@@ -263,12 +267,13 @@ def block_rows(ratio):
 LAYERS = tuple(range(9))
 LOSS = {"op": "train", "metric": "validation_cross_entropy"}
 NONGATED_LOSS, GATED_LOSS = ({**LOSS, "gated": gated, "l1": 2e-5} for gated in (False, True))
-DEAD = {"op": "nonzeros", "metric": "dead_fraction"}
+DEAD, MAXIMA = {"op": "nonzeros", "metric": "dead_fraction"}, {"metric": "nonzeros_max"}
 MITIGATED = {"reinitialisation": "dead_neuron_reinit", "warm-up": "l1_warmup"}
 WHOLE_MODELS = ("forward-speed", "forward-energy", "training-speed", "training-memory")
 
 AS_THE_PAPERS = valued(170.0, metric="nonzeros")
 LARGE_GAINS = both(gaining(2.0), more_models)
+NINE_TIMES = both(by_layer_valued(lambda _: 10.0), valued(90.0, **MAXIMA))  # the largest over the mean non-zeros
 
 CASES = [
     ("sparsity", "sweep", same, HOLDS),
@@ -284,6 +289,9 @@ CASES = [
     ("unregularised", "sweep", valued(500.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", valued(20.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", lambda rows: rows.assign(intermediate=pd.NA), UNTESTED),
+    # Seeds 1 point apart have an interval of 6.4 points on either side; only six tasks are above chance.
+    ("accuracy", "sweep", shifted(-12, metric="accuracy", l1=2e-5), FAILS),
+    ("accuracy", "sweep", shifted(30, metric="accuracy", l1=2e-5), CONSISTENT),
     ("sizes", "sizes", same, HOLDS),
     ("sizes", "sizes", without(model="11m", seed=1), CONSISTENT),
     ("sizes", "sizes", lambda rows: rows.assign(tokens_per_parameter=0.2), SHORT),
@@ -333,8 +341,10 @@ CASES = [
     ("profile", "sweep", by_layer_valued(lambda layer: 99 - layer), FAILS),
     ("profile", "sweep", without(op="nonzeros"), UNTESTED),
     ("maximum", "sweep", same, HOLDS),
-    ("maximum", "sweep", valued(20.0, metric="nonzeros_max"), FAILS),
-    ("maximum", "sweep", without(metric="nonzeros_max"), UNTESTED),
+    ("maximum", "sweep", valued(20.0, **MAXIMA), FAILS),
+    ("maximum", "sweep", without(**MAXIMA), UNTESTED),
+    ("maximum", "sweep", both(NINE_TIMES, valued(300.0, layer=LAYERS[:4], **MAXIMA)), FAILS),  # half of the layers
+    ("maximum", "sweep", both(NINE_TIMES, valued(300.0, layer=LAYERS[:5], **MAXIMA)), HOLDS),
     ("slower-without", "timed", same, HOLDS),
     ("slower-without", "timed", changed("ratio", lambda rows: 1.2, op="ffn_forward", plan="twell"), FAILS),
     ("slower-without", "sweep", same, UNTESTED),
@@ -351,6 +361,9 @@ CASES = [
     ("forward-energy", "timed", both(gaining(0.5), also_by_layer(2.0), more_models), PARTLY),
     ("training-speed", "timed", both(LARGE_GAINS, at_stronger_l1(same)), HOLDS),
     ("training-speed", "timed", gaining(2.0), PARTLY),
+    # Level with the fastest dense form, and 25% faster than eager transformers, where the paper is 18%.
+    ("forward-speed", "timed", gaining(1.0), PARTLY),
+    ("forward-speed", "timed", gaining(0.9), FAILS),
     ("forward-energy", "sweep", same, UNTESTED),
     ("growth", "timed", both(LARGE_GAINS, *(growing(*of, 1.5) for of in claims.WHOLE_MODELS.values())), HOLDS),
     ("growth", "timed", both(LARGE_GAINS, growing("model_training", "throughput", 1.5)), PARTLY),
@@ -517,14 +530,6 @@ def test_seeds_are_those_whose_non_zeros_were_counted(sweep):
             assert check(name, fewer).details[-1].endswith(number), "without any, those of the trainings' last steps"
 
 
-def test_half_of_the_layers_are_not_most_of_them(sweep):
-    rows = valued(10.0, op="nonzeros", metric="nonzeros", layer=LAYERS)(sweep.rows)
-    rows = valued(90.0, metric="nonzeros_max")(rows)
-    for layers, verdict in ((4, FAILS), (5, HOLDS)):
-        largest = valued(300.0, metric="nonzeros_max", layer=LAYERS[:layers])(rows)
-        assert check("maximum", with_rows(sweep, largest)).verdict == verdict
-
-
 @pytest.mark.parametrize(
     ("model", "own", "others", "verdict"),
     [("0.5b", 12, 12, CONSISTENT), ("0.5b", 12, 2, PARTLY), ("0.5b", 2, 12, PARTLY), ("0.5b", 2, 2, FAILS),
@@ -573,13 +578,6 @@ def test_accuracy_without_a_sure_loss_is_consistent(sweep):
     assert re.search(r"; difference [+−]?\d\.\d ± \d\.\d points$", claim.ours)
 
 
-@pytest.mark.parametrize(("points", "verdict"), [(-12, FAILS), (30, CONSISTENT)])
-def test_accuracy_with_l1_against_the_interval_of_the_seeds(sweep, points, verdict):
-    """Seeds 1 point apart have an interval of 6.4 points on either side; only six tasks are above chance."""
-    moved = changed("value", lambda rows: rows["value"] + points, metric="accuracy", l1=2e-5)
-    assert check("accuracy", with_rows(sweep, moved(sweep.rows))).verdict == verdict
-
-
 def test_a_sure_loss_that_the_criterion_allows(sweep):
     rows = sweep.rows
     for value, cells in ((80.0, {}), (79.7, {"l1": 2e-5})):
@@ -592,15 +590,11 @@ def test_a_sure_loss_that_the_criterion_allows(sweep):
 @pytest.mark.parametrize(("points", "verdict"), [(0, UNTESTABLE), (-40, CONSISTENT)])
 def test_accuracies_that_do_not_show_a_much_higher_loss_decide_nothing(sweep, points, verdict):
     """At the largest L1, cross-entropy is a tenth higher."""
-    worse = both(
-        scaled(1.1, l1=1e-4, **LOSS),
-        changed("value", lambda rows: rows["value"] + points, metric="accuracy", l1=1e-4),
-        changed("value", lambda rows: rows["value"] + 2, metric="accuracy", l1=1e-4),
-    )
+    worse = both(scaled(1.1, l1=1e-4, **LOSS), shifted(points + 2, metric="accuracy", l1=1e-4))
     claim = check("accuracy", with_rows(sweep, worse(sweep.rows)))
     assert claim.verdict == verdict, claim
     assert ("at L1 1e-4, cross-entropy +11" in claim.why) == (verdict == UNTESTABLE)
-    lower = changed("value", lambda rows: rows["value"] - 40, metric="accuracy", l1=2e-5)
+    lower = shifted(-40, metric="accuracy", l1=2e-5)
     assert check("accuracy", with_rows(sweep, both(worse, lower)(sweep.rows))).verdict == FAILS, "a sure loss decides"
 
 
@@ -718,12 +712,6 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     assert "models barely trained (0.12 tokens per parameter)" in claim.why
     long = with_rows(timed, timed.rows.assign(tokens_per_parameter=20.0))
     assert "barely trained" not in check("forward-speed", long).why
-
-
-def test_a_gain_over_eager_transformers_alone_is_partly(timed):
-    """Level with the fastest dense form, and 25% faster than eager transformers, where the paper is 18%."""
-    assert check("forward-speed", with_rows(timed, gaining(1.0)(timed.rows))).verdict == PARTLY
-    assert check("forward-speed", with_rows(timed, gaining(0.9)(timed.rows))).verdict == FAILS
 
 
 def test_the_pair_that_is_furthest_below_the_paper_is_named(timed):
