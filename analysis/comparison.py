@@ -182,7 +182,8 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
     # Also without the metric, the last of SAME: a task that was not scored has no accuracy in any form.
     reasons |= {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]}
     devices = measured.groupby("item")["device"].agg(set).to_dict()
-    judged = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
+    both["reason"] = [reasons.get(key) or reasons.get(key[:-1], "") for key in cells(both, SAME)]
+    judged = [_compared(line, devices.get(line.item, set())) for line in both.itertuples()]
     judged = pd.DataFrame(judged, columns=["tolerance", "excess", "reason", "verdict"])
     lines = both[[*keys, "measured"]].assign(expected=both["number"], difference=both["measured"] - both["number"])
     extra = here.merge(committed[keys], on=keys, how="left", indicator="origin")
@@ -213,7 +214,7 @@ def _identified(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(about_nnz=about, plan=plan, backend=backend)
 
 
-def _compared(line: Any, reasons: dict[tuple, str], devices: set[str]) -> tuple[str, float, str, str]:
+def _compared(line: Any, devices: set[str]) -> tuple[str, float, str, str]:
     """Tolerance, excess, reason, verdict. `devices`: those that measured the item."""
     expected, ratio = line.number, line.quantity == "ratio"
     same_device = line.on == line.device
@@ -226,9 +227,7 @@ def _compared(line: Any, reasons: dict[tuple, str], devices: set[str]) -> tuple[
     if line.origin == "left_only" and ratio and devices and line.device not in devices:
         return "-", 0.0, "", OTHER
     if line.origin == "left_only":
-        key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
-        reason = reasons.get(key) or reasons.get(key[:-1], "")
-        return tolerance.text(), 0.0, reason, UNMEASURED if reason else MISSING
+        return tolerance.text(), 0.0, line.reason, UNMEASURED if line.reason else MISSING
     if ratio and not same_device:
         return "-", 0.0, "", OTHER
     low, high = tolerance.bounds(expected)

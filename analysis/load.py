@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis.choose import cells
@@ -111,7 +110,7 @@ def _combined(sources: Sequence[_Source]) -> Results:
     rows, replaced = _latest_rows(parts)
     # Curves and non-zeros of a run are those of the folder with its latest row.
     dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=part.folder) for part in parts])
-    newest = dates.sort_values("date", kind="stable").groupby(["study", "item"])["folder"].last().to_dict()
+    newest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
     names = sorted({name for part in parts for name in part.tables})
     tables = {name: _merge(name, parts, newest) for name in names}
     if "settings" in tables:
@@ -191,16 +190,12 @@ def _read_folder(folder: Path) -> _Part:
     rows, unnamed = _named(read_rows(folder / "rows.csv"))
     tables: dict[str, pd.DataFrame] = {}
     if (folder / "metrics.jsonl").exists():
-        run, tables["curves"] = _run_of(folder, rows), read_metrics(folder / "metrics.jsonl")
-        for position, name in enumerate(CURVE_COLUMNS):
-            column = pd.Series(run[name], index=tables["curves"].index, dtype=rows[name].dtype)
-            tables["curves"].insert(position, name, column)
+        tables["curves"] = _run_of(folder, rows).merge(read_metrics(folder / "metrics.jsonl"), how="cross")
     elif (folder / "curves.parquet").exists():
         tables["curves"] = read_table(folder / "curves.parquet", CURVE_KEY, (*CURVE_COLUMNS, "tokens", "value"))
     if (folder / "config.yaml").exists() and (rows["op"] == "train").any():
-        run, config = _run_of(folder, rows), read_config(folder / "config.yaml")
-        settings = {"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()}
-        tables["settings"] = pd.DataFrame(settings)
+        config = pd.DataFrame(read_config(folder / "config.yaml").items(), columns=["key", "value"])
+        tables["settings"] = _run_of(folder, rows)[["study", "item"]].merge(config, how="cross")
     elif (folder / "settings.csv").exists():
         path = folder / "settings.csv"
         try:
@@ -233,12 +228,13 @@ def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return named, sorted(set(rows.loc[unnamed, "item"]))
 
 
-def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
-    """The one training run whose rows the folder holds: study, item, model, l1, activation, gated, modification."""
+def _run_of(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    """One line, the training run whose rows the folder holds: study, item, model, l1, activation, gated,
+    modification."""
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates()
     if len(runs) != 1:
         raise ResultsError(f"{folder / 'rows.csv'}: beside metrics.jsonl, wanted rows of one training, got {len(runs)}")
-    return runs.iloc[0]
+    return runs
 
 
 def _check_names(parts: list[_Part]) -> None:
@@ -295,15 +291,11 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
     return kept.sort_values(KEY, kind="stable", na_position="first").reset_index(drop=True), notes
 
 
-def _merge(name: str, parts: list[_Part], newest: dict[tuple[str, str], Path]) -> pd.DataFrame:
+def _merge(name: str, parts: list[_Part], newest: pd.DataFrame) -> pd.DataFrame:
     """A table of all parts, of each item from its newest folder."""
-    kept = []
-    for part in parts:
-        if name not in part.tables:
-            continue
-        frame = part.tables[name]
-        number = frame.groupby(["study", "item"], sort=False).ngroup()
-        items = frame.loc[~number.duplicated(), ["study", "item"]].itertuples(index=False, name=None)
-        is_newest = np.array([newest.get(item) == part.folder for item in items], dtype=bool)
-        kept.append(frame if is_newest.all() else frame[is_newest[number]])
+    kept = [
+        part.tables[name].merge(newest.loc[newest["folder"] == part.folder, ["study", "item"]])
+        for part in parts
+        if name in part.tables
+    ]
     return pd.concat(kept, ignore_index=True)

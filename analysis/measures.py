@@ -117,24 +117,20 @@ def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
     if gathered.empty:
         return where(rows, op="train", metric="nonzeros", layer=None)
     by_layer = gathered[gathered["layer"].notna()]
-    whole = by_layer.drop_duplicates(RUN).assign(layer=pd.NA)
-    return whole.assign(value=_by_run(whole, by_layer.groupby(RUN)["value"].mean()))
+    return by_layer.assign(value=by_layer.groupby(RUN)["value"].transform("mean"), layer=pd.NA).drop_duplicates(RUN)
 
 
 def task_accuracies(rows: pd.DataFrame, tasks: tuple[str, ...] = TASKS) -> pd.DataFrame:
     """The mean accuracy over the seven tasks, or some of them, of each run that has all of these: columns of the rows,
     with `value` and `error`, its standard error (tasks taken as independent)."""
-    rows = where(rows, op="evaluate", metric="accuracy", task=tasks)
-    rows = rows[rows["value"].notna()]
+    rows = where(rows, op="evaluate", metric="accuracy", task=tasks).dropna(subset="value")
     rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
     runs = rows.groupby(RUN).agg(
         tasks=("task", "nunique"), value=("value", "mean"), square=("square", lambda values: values.sum(skipna=False))
     )
-    runs = runs[runs["tasks"] == len(tasks)]
-    whole = rows.drop_duplicates(RUN)
-    whole = whole[pd.MultiIndex.from_frame(whole[RUN]).isin(runs.index)].assign(task="mean")
-    error = runs["square"] ** 0.5 / len(tasks)
-    return whole.assign(value=_by_run(whole, runs["value"]), error=_by_run(whole, error))
+    runs = runs[runs["tasks"] == len(tasks)].assign(error=runs["square"] ** 0.5 / len(tasks))
+    whole = rows.drop_duplicates(RUN).drop(columns=["value", "square"]).assign(task="mean")
+    return whole.merge(runs[["value", "error"]], on=RUN)
 
 
 def chance(tasks: tuple[str, ...]) -> float:
@@ -151,10 +147,6 @@ def tasks_above_chance(rows: pd.DataFrame) -> tuple[str, ...]:
         if len(runs) and (runs["value"] - stats.NORMAL_975 * runs["error"]).mean() > schema.TASKS[task].chance:
             found.append(task)
     return tuple(found)
-
-
-def _by_run(rows: pd.DataFrame, values: pd.Series) -> list[float]:
-    return values.reindex(pd.MultiIndex.from_frame(rows[RUN])).tolist()
 
 
 def _accuracy(rows: pd.DataFrame, task: str) -> Measured:

@@ -177,8 +177,8 @@ def tuned(results: Results) -> pd.DataFrame:
 def layers_together(results: Results) -> pd.DataFrame:
     """All blocks of each trained model, forward, their times added up: speed over dense with every neuron
     sparse, hot, sorted, and of sorted and dense blocks without silent neurons."""
-    rows = where(results.rows, op="ffn_forward", metric="time")
-    rows = choose.made_for_speed(rows[rows["layer"].notna() & rows["value"].notna()])
+    rows = where(results.rows, op="ffn_forward", metric="time").dropna(subset=["layer", "value"])
+    rows = choose.made_for_speed(rows)
     if rows.empty:
         return pd.DataFrame()
     run = [*MODEL, "step", "item"]

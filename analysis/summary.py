@@ -56,8 +56,7 @@ def kernels(results: Results) -> pd.DataFrame:
     and host time of the same call, and the error against the reference in the same run. Empty columns are left out.
     """
     synthetic = choose.made_for_speed(results.rows[results.rows["pattern"].str.startswith("synthetic")])
-    timed = where(synthetic, metric="time")
-    timed = timed[timed["value"].notna()]
+    timed = where(synthetic, metric="time").dropna(subset="value")
     by = ["op", "device", "tokens", "gated", "mean_nnz", "plan", "backend"]
     ordered = timed.sort_values(by, kind="stable", key=_rank)
     names = {"value": "time_ms", "low": "time_low_ms", "high": "time_high_ms"}
@@ -111,8 +110,7 @@ def generation(results: Results) -> pd.DataFrame:
     tokens are those of the eager form, and the error against float32 from the same run. Columns without any value are
     left out. Without rows: one line that says so.
     """
-    rows = where(results.rows, op="generate")
-    rows = rows[rows["value"].notna()]
+    rows = where(results.rows, op="generate").dropna(subset="value")
     fast = choose.made_for_speed(rows)
     timed = choose.longest_trained(where(fast, metric="throughput"))
     if timed.empty:

@@ -9,6 +9,7 @@ import pytest
 from synthetic_results import DEMO, TASKS, Run, Study, layer_nonzeros, results_of, row, trainings, validation_loss
 
 from analysis import choose, describe, paper, render, stats, tables
+from analysis.gains import gains
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.publish import left_out
@@ -20,9 +21,15 @@ def both(paper, study):
     return load(paper, study)
 
 
-def test_ratio_with_spread_takes_the_widest_bounds():
-    assert stats.ratio_with_spread((6, 5, 8), (2, 1, 4)) == (3, 5 / 4, 8)
-    assert math.isnan(stats.ratio_with_spread((6, 5, 8), (0, 0, 4))[0])
+def test_gains_have_the_widest_bounds_of_both_spreads(tmp_path):
+    about = {"metric": "time", "pattern": "synthetic", "tokens": 8, "mean_nnz": 2.0, "gated": True}
+    dense = {"plan": "dense", "backend": "dense_fused", "value": 6.0, "low": 5.0, "high": 8.0}
+    sparse = {"plan": "twell", "backend": "hopper", "baseline": "dense_fused", "ratio": 3.0, "value": 2.0, "low": 1.0}
+    forms = (dense, sparse | {"high": 4.0}, sparse | {"backend": "triton", "low": 0.0, "high": 4.0})
+    rows = [row(Study(), None, "k", op="ffn_forward", **about | form) for form in forms]
+    data = gains(results_of(tmp_path, rows).rows, "time").set_index("backend")
+    assert data.loc["hopper", ["percent", "percent_low", "percent_high"]].tolist() == pytest.approx([200, 25, 700])
+    assert data.loc["triton", ["percent_low", "percent_high"]].tolist() == pytest.approx([25, 25]), "nothing over 0"
 
 
 def test_pearson_against_its_definition_and_where_undefined():

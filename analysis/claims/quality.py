@@ -300,8 +300,7 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
 
 def dead(evidence: Evidence) -> Finding:
     l1, bound = evidence.recommended, paper.fact(9, r"more than (\d+)% dead") / 100
-    rows = where(evidence.sweep, l1=l1, metric="dead_fraction", layer=None)
-    rows = rows[rows["value"].notna() & rows["tokens"].notna()]
+    rows = where(evidence.sweep, l1=l1, metric="dead_fraction", layer=None).dropna(subset=["value", "tokens"])
     gathered = where(rows, op="nonzeros")
     windows = stats.over_seeds(where(rows, op="train") if gathered.empty else gathered, ["tokens"])
     if windows.empty:

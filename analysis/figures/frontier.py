@@ -111,8 +111,7 @@ def _runs(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
     """The time of all blocks of a model, each in its fastest form: `blocks`, and `pruned` without silent neurons."""
-    timed = where(rows, op="ffn_forward", metric="time")
-    timed = timed[timed["layer"].notna() & timed["value"].notna()]
+    timed = where(rows, op="ffn_forward", metric="time").dropna(subset=["layer", "value"])
     is_pruned = timed["plan"].isin(schema.LIVE_PLANS.values())
     each = {
         name: part.groupby([*TRAINING, "layer"])["value"].min().groupby(TRAINING).sum()

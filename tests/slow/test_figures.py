@@ -240,10 +240,15 @@ def test_a_figure_comes_from_the_first_source_that_has_it(tmp_path):
     assert figures.kernels_in_training(both).source == ""
 
 
+def timed_beside(sweep, devices, *l1, **columns):
+    """The sweep, which was not timed, and the large model as one device timed it, at these L1 values; with other cells
+    in its `columns`."""
+    timed = devices.rows[devices.rows["device"].eq("First GPU") & devices.rows["l1"].isin(l1)].assign(**columns)
+    return replace(sweep, rows=pd.concat([sweep.rows, timed], ignore_index=True))
+
+
 def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
-    rows = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
-    rows = rows[~((rows["model"] == "1.5b") & ~rows["l1"].isin([0.0, 2e-5, 1e-4]))]
-    figure = figures.recommended(replace(sweep, rows=rows))
+    figure = figures.recommended(timed_beside(sweep, devices, 0.0, 2e-5, 1e-4))
     assert list(figure.data["model"].unique()) == ["1.5b", "21m"]
     assert titles(figure) == [
         "(a) non-zeros: 1.5b, L1 2e-5", "(b) time saved, 1.5b: sorted",
@@ -255,13 +260,10 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
 
 def test_layers_that_are_slower_sparse_stay_dense_but_with_the_papers_method(sweep, devices):
     """Each layer of a tuned model is dense or sparse, as is faster."""
-    timed = devices.rows[devices.rows["device"] == "First GPU"]
-    timed = timed[~((timed["model"] == "1.5b") & ~timed["l1"].isin([0.0, 2e-5]))].copy()
-    slow = (timed["op"] == "ffn_forward") & (timed["l1"] == 0.0) & (timed["layer"] == 2) & (timed["plan"] != "dense")
+    rows = timed_beside(sweep, devices, 0.0, 2e-5).rows
+    slow = (rows["op"] == "ffn_forward") & (rows["l1"] == 0.0) & (rows["layer"] == 2) & (rows["plan"] != "dense")
     assert slow.any()
-    timed.loc[slow, "ratio"] = 0.25
-    results = replace(sweep, rows=pd.concat([sweep.rows, timed], ignore_index=True))
-    figure = figures.unregularised(results)
+    figure = figures.unregularised(replace(sweep, rows=rows.assign(ratio=rows["ratio"].mask(slow, 0.25))))
     own = figure.data.query("model == '1.5b'").set_index("layer")
     left = own["left_dense"].astype(bool)
     assert left[2]
@@ -278,21 +280,16 @@ def test_layers_that_are_slower_sparse_stay_dense_but_with_the_papers_method(swe
 
 
 def test_the_second_model_of_the_layers_is_the_first_timed_one_with_that_l1_value(sweep, devices):
-    timed = devices.rows[devices.rows["device"] == "First GPU"]
-    other = timed.assign(model="0.5b", study="other")
-    rows = pd.concat([sweep.rows, timed[timed["l1"] == 1e-4], other[other["l1"].isin([0.0, 2e-5])]], ignore_index=True)
-    results = replace(sweep, rows=rows)
+    other = timed_beside(sweep, devices, 0.0, 2e-5, model="0.5b", study="other")
+    results = timed_beside(other, devices, 1e-4)
     assert list(figures.recommended(results).data["model"].unique()) == ["0.5b", "21m"]
     assert list(figures.strongest(results).data["model"].unique()) == ["1.5b", "21m"]
 
 
 def test_the_largest_l1_does_not_show_the_layers_of_the_recommended_one_again(sweep, devices):
-    both = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
-    other = both["model"] == "1.5b"
-    at_recommended = replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5]))])
-    assert list(figures.strongest(at_recommended).data["model"].unique()) == ["21m"]
-    stronger = replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5, 1e-4]))])
-    assert list(figures.strongest(stronger).data["model"].unique()) == ["1.5b", "21m"]
+    for l1, models in (((0.0, 2e-5), ["21m"]), ((0.0, 2e-5, 1e-4), ["1.5b", "21m"])):
+        shown = figures.strongest(timed_beside(sweep, devices, *l1))
+        assert list(shown.data["model"].unique()) == models
 
 
 def test_rare_tokens_are_left_out(demo):
