@@ -58,6 +58,15 @@ def test_shares_of_a_histogram_add_up(demo):
         assert all(low < high for low, high in zip(record["low"], record["high"], strict=True))
 
 
+def test_two_runs_stand_side_by_side_where_only_another_has_tokens_and_positions(demo):
+    """Of the runs that have a line for each layer."""
+    one = demo.nonzeros["by_layer"]["item"].iloc[0]
+    other = {name: table[table["item"] == one] for name, table in demo.nonzeros.items()}
+    other["by_layer"] = demo.nonzeros["by_layer"].query("item != @one")
+    chart = explorer.two_runs(replace(demo, nonzeros=other))
+    assert [len(row["hconcat"]) for row in chart.specification["vconcat"]] == [1]
+
+
 def test_texts_of_tokens_stay_data(study, tmp_path):
     frame = pd.read_parquet(study / "nonzeros_relu" / "nonzeros_by_token.parquet").assign(text='"}<script>alert(1)')
     hostile = replace(load(study), nonzeros={"by_token": frame})
