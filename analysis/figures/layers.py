@@ -79,8 +79,7 @@ def unions(results: Results) -> Sketch:
     left.set(title="(a) active for any token of a group", ylabel="active neurons (% of N)", ylim=(0, None))
     right.set(title="(b) tokens sharing an active neuron", ylabel="tokens per active neuron")
     style.log_axis(right.yaxis)
-    handles, labels = left.get_legend_handles_labels()
-    picture.legend(handles, labels, title="tokens per group", loc="outside right center")
+    picture.legend(*left.get_legend_handles_labels(), title="tokens per group", loc="outside right center")
     model, l1 = data[["model", "l1"]].iloc[0]
     trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=model))
     runs = choose.trainings(choose.equally_trained(trained))

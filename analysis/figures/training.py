@@ -17,7 +17,6 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.quality import range_over_seeds
 from analysis.load import Results
-from analysis.render import significant
 
 SMOOTHING = 0.02  # standard deviation of the smoothing kernel, as a share of the steps
 FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
@@ -192,5 +191,4 @@ def _legend(picture: Figure, axes: Axes, title: str) -> None:
 
 def _note(trained: pd.DataFrame) -> str:
     """The trainings, and the tokens of a step, on which the number of dead neurons depends."""
-    tokens = " or ".join(significant(float(value), 4) for value in sorted(set(trained["tokens"].dropna())))
-    return f"{describe.brief(trained)} A step has {tokens} tokens."
+    return f"{describe.brief(trained)} A step has {describe.listed(trained['tokens'], ' or ')} tokens."

@@ -625,43 +625,28 @@ def test_sizes_over_tasks_that_were_chosen_by_their_scores(sizes):
 # Speed.
 
 
-def shorter_layers(rows):
-    layers = rows[rows["op"].eq("ffn_forward") & rows["layer"].notna()]
-    return layers.assign(step=layers["step"] - 1, ratio=1 / layers["ratio"])
-
-
-def earlier_checkpoint(rows):
-    whole = where(rows, op="model_forward")
-    return whole.assign(step=whole["step"] - 1, ratio=whole["ratio"] * 2)
-
-
-def few_of_another_device(rows):
-    whole = where(rows, op="model_forward")
-    return whole.assign(device="Another GPU", ratio=whole["ratio"] * 2).head(3)
-
-
-def dead_on_another_text(rows):
-    return valued(0.99, metric="dead_fraction")(where(rows, op="nonzeros", l1=2e-5)).assign(text="another", seed=7)
-
-
-def twice_as_fast_with_the_same_power(rows):
-    factor = rows["metric"].map({"throughput": 2.0, "energy": 0.5}).fillna(1.0)
-    return rows.assign(value=rows["value"] * factor)
+OTHER_ROWS = {
+    "layers of an earlier checkpoint": lambda rows: where(rows, op="ffn_forward").assign(step=2, ratio=0.5),
+    "models of an earlier checkpoint": lambda rows: where(rows, op="model_forward").assign(step=2, ratio=9.0),
+    "a few of another device": lambda rows: where(rows, op="model_forward").assign(device="B", ratio=9.0).head(3),
+    "twice as fast with the same power": both(scaled(2.0, metric="throughput"), scaled(0.5, metric="energy")),
+    "on another text": lambda rows: valued(0.99, **DEAD)(where(rows, l1=2e-5)).assign(text="another", seed=7),
+}
 
 
 @pytest.mark.parametrize(
     ("names", "study", "other"),
     [
-        (("correlation", "slower-without"), "timed", shorter_layers),
-        (("forward-speed",), "timed", earlier_checkpoint),
-        (("forward-speed",), "timed", few_of_another_device),
-        (("power",), "timed", twice_as_fast_with_the_same_power),
-        (("dead",), "sweep", dead_on_another_text),
+        (("correlation", "slower-without"), "timed", "layers of an earlier checkpoint"),
+        (("forward-speed",), "timed", "models of an earlier checkpoint"),
+        (("forward-speed",), "timed", "a few of another device"),
+        (("power",), "timed", "twice as fast with the same power"),
+        (("dead",), "sweep", "on another text"),
     ],
 )
 def test_rows_that_are_not_comparable_change_nothing(request, names, study, other):
     results = request.getfixturevalue(study)
-    rows = other(results.rows)
+    rows = OTHER_ROWS[other](results.rows)
     more = with_rows(results, pd.concat([results.rows, rows.assign(item="other_" + rows["item"])]))
     for name in names:
         assert check(name, more) == check(name, results)
