@@ -43,9 +43,7 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
             + (f" of {text}" if text else "")
             + (f", about {times} passes over it" if times else "")
         )
-    parts.append(seeds(trainings["seed"]))
-    parts.append(devices(trainings["device"]))
-    return f"{name} model: {'; '.join(parts)}."
+    return f"{name} model: {'; '.join([*parts, seeds(trainings['seed']), devices(trainings['device'])])}."
 
 
 def passes(trainings: pd.DataFrame) -> str:

@@ -309,12 +309,12 @@ def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Spec:
-    """A table: file name, title, caption, and the function that makes it from results."""
+    """A table: file name, title, the function that makes it from results, and caption."""
 
     name: str
     title: str
-    caption: str
     make: Callable[[Results], pd.DataFrame]
+    caption: str
 
 
 # What holds for all tables: pages say it once.
@@ -327,33 +327,31 @@ COMMON: tuple[str, ...] = (
 
 TABLES: tuple[Spec, ...] = (
     Spec(
-        "table1_scales", "Table 1: dense and sparse models at every scale",
+        "table1_scales", "Table 1: dense and sparse models at every scale", scales,
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
         "brackets: the change against the fastest dense implementation of the same run (the row below, not run "
         "sparse), and against the uncompiled one, where it was timed; for the paper's rows, against its dense row. The "
         "paper's sparse 2B model uses a larger micro-batch, hence more memory.",
-        scales,
     ),
     Spec(
-        "table2_hyperparameters", "Table 2: hyper-parameters",
-        "Our values are from the config saved with each run.", hyperparameters,
+        "table2_hyperparameters", "Table 2: hyper-parameters", hyperparameters,
+        "Our values are from the config saved with each run.",
     ),
     Spec(
-        "table3_activations", "Table 3: ReLU and SiLU",
+        "table3_activations", "Table 3: ReLU and SiLU", activations,
         "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
-        activations,
     ),
     Spec(
-        "table4_gating", "Table 4: gated and non-gated blocks",
-        "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.", gating,
+        "table4_gating", "Table 4: gated and non-gated blocks", gating,
+        "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.",
     ),
     Spec(
-        "table5_dead_neurons", "Table 5: mitigating dead neurons",
+        "table5_dead_neurons", "Table 5: mitigating dead neurons", dead_neurons,
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        "neurons.", dead_neurons,
+        "neurons.",
     ),
     Spec(
-        "table6_tasks", "Table 6: accuracy by task (%)",
-        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.", tasks,
+        "table6_tasks", "Table 6: accuracy by task (%)", tasks,
+        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.",
     ),
 )  # fmt: skip

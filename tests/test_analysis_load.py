@@ -29,10 +29,6 @@ def change_rows(path, change):
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
 
 
-def set_cell(path, number, name, cell):
-    change_rows(path, lambda header, rows: rows[number].__setitem__(header.index(name), cell))
-
-
 def test_types_are_the_schemas(demo):
     rows = demo.rows
     kinds = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
@@ -288,7 +284,7 @@ def test_curves_come_from_the_folder_with_the_latest_rows(copy, tmp_path):
 
 
 def test_metrics_without_training_rows(copy):
-    set_cell(copy / "relu" / "rows.csv", 0, "l1", "0.5")
+    change_rows(copy / "relu" / "rows.csv", lambda h, r: r[0].__setitem__(h.index("l1"), "0.5"))
     with pytest.raises(ResultsError, match="rows of one training, got 2"):
         load(copy)
 
