@@ -48,9 +48,8 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
 
 def passes(trainings: pd.DataFrame) -> str:
     """How often the trainings read their text: "3.6"; empty if that is unknown or at most 1."""
-    known = trainings.assign(scale=trainings["model"].map(choose.scale)).merge(
-        paper.table("texts"), on=["text", "scale"]
-    )
+    scaled = trainings.assign(scale=trainings["model"].map(choose.scale))
+    known = scaled.merge(paper.table("texts"), on=["text", "scale"])
     times = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
     return "" if times.dropna().empty or times.max() <= 1 else listed(times, " or ")
 

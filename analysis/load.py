@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -79,8 +79,8 @@ class Results:
 
     rows: pd.DataFrame
     curves: pd.DataFrame
-    nonzeros: dict[str, pd.DataFrame] = field(default_factory=dict)
-    settings: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(SETTING_COLUMNS)))
+    nonzeros: dict[str, pd.DataFrame]
+    settings: pd.DataFrame
     notes: tuple[str, ...] = ()
     name: str = ""
     sources: tuple[Results, ...] = ()
@@ -108,6 +108,7 @@ def _combined(sources: Sequence[_Source]) -> Results:
     notes += [note for part in parts for note in part.notes]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
+    notes += replaced
     # Curves and non-zeros of a run are those of the folder with its latest row.
     dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=part.folder) for part in parts])
     newest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
@@ -115,18 +116,12 @@ def _combined(sources: Sequence[_Source]) -> Results:
     tables = {name: _merge(name, parts, newest) for name in names}
     if "settings" in tables:
         _check_settings(tables["settings"], rows)
-    for note in notes + replaced:
+    for note in notes:
         log.warning(note)
-    return Results(
-        rows=rows,
-        curves=tables.pop(
-            "curves", pd.DataFrame(columns=[*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"])
-        ),
-        settings=tables.pop("settings", pd.DataFrame(columns=list(SETTING_COLUMNS))),
-        nonzeros=tables,
-        notes=tuple(notes + replaced),
-        name=" and ".join(dict.fromkeys(source.name for source in sources)),
-    )
+    columns = {"curves": (*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"), "settings": SETTING_COLUMNS}
+    curves, settings = (tables.pop(name, pd.DataFrame(columns=list(empty))) for name, empty in columns.items())
+    name = " and ".join(dict.fromkeys(source.name for source in sources))
+    return Results(rows, curves, tables, settings, tuple(notes), name)
 
 
 def side_by_side(*sources: Path | str) -> Results:

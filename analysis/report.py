@@ -166,9 +166,8 @@ def tuned(results: Results) -> pd.DataFrame:
     nominal = nonzeros[rows["tokens"].eq(rows["tokens"].max())].unique()
     of_calls = nonzeros.map(lambda value: min(nominal, key=lambda name: abs(math.log(value / name))))
     graph = rows["op"].str.endswith("graph").map({True: "yes", False: "no"})
-    table = rows.assign(graph=graph, nominal=of_calls).pivot_table(
-        index=["device", "graph", "tokens"], columns="nominal", values="ratio"
-    )
+    rows = rows.assign(graph=graph, nominal=of_calls)
+    table = rows.pivot_table(index=["device", "graph", "tokens"], columns="nominal", values="ratio")
     table = table.map(lambda ratio: "" if pd.isna(ratio) else f"{ratio:.2f}")
     table.columns = [f"about {nonzeros:,.0f} active" for nonzeros in table.columns]
     return table.reset_index()

@@ -44,11 +44,10 @@ def scales(results: Results) -> pd.DataFrame:
 
 def hyperparameters(results: Results) -> pd.DataFrame:
     """Table 2: the paper's hyper-parameters beside those of every scale trained, from the saved configs."""
-    frame = paper.table("table2_hyperparameters").rename(
-        columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
+    theirs = paper.table("table2_hyperparameters")
+    frame = theirs[["name"]].assign(
+        **{"paper, gated": theirs["gated"].map(as_printed), "paper, non-gated": theirs["non_gated"].map(as_printed)}
     )
-    for name in ("paper, gated", "paper, non-gated"):
-        frame[name] = frame[name].map(as_printed)
     runs = where(choose.trainings(choose.at_full_width(results.rows)), modification="none", activation="relu")
     runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):

@@ -85,8 +85,7 @@ def fastest_forms(rows: pd.DataFrame) -> pd.DataFrame:
 def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
     """A row of panels for each form, a column for each metric; models on the x axis, a colour for each L1 value."""
     rows = choose.sparse_models(choose.relu_runs(where(results.rows, op=op)))
-    if not choose.made_for_speed(rows).empty:
-        rows = choose.main_device(choose.made_for_speed(rows), ["model", "l1"])
+    rows = choose.main_device(choose.made_for_speed(rows), ["model", "l1"])
     timed = {panel: _forms(gains(rows, panel.metric)) for panel in panels}
     speed = timed[panels[0]]
     if speed.empty:
