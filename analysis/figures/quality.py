@@ -13,7 +13,7 @@ from analysis.load import Results
 from analysis.measures import accuracies_over_seeds, nonzeros_rows, task_accuracies
 from analysis.render import significant
 
-FEWEST_VALUES = 3
+FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 
 
 @figure(

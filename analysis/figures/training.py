@@ -15,11 +15,10 @@ from analysis import choose, describe, stats
 from analysis.choose import RUN, l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.quality import range_over_seeds
+from analysis.figures.quality import FEWEST_VALUES, range_over_seeds
 from analysis.load import Results
 
 SMOOTHING = 0.02  # standard deviation of the smoothing kernel, as a share of the steps
-FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 COLOURS = dict(zip(choose.MODIFICATIONS, style.CATEGORIES, strict=False))
 SPARSITY = (
     "(a) Mean over layers. (b) Neurons that no token of an optimizer step activates: their share depends on the "
