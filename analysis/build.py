@@ -25,20 +25,26 @@ from collections.abc import Sequence
 USAGE = "usage: python -m analysis.build [source=FOLDER[,FOLDER...] out=FOLDER]"
 
 
-def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """source=... out=... as a dictionary; empty without arguments.
+def read_options(arguments: Sequence[str], names: Sequence[str], wanted: str, usage: str) -> dict[str, str]:
+    """`name=value` arguments as a dictionary.
 
     Raises:
-        ValueError: an unknown, repeated or missing option; the message shows the usage.
+        ValueError: an unknown, repeated or empty option; the message has `wanted` and `usage`.
     """
     options: dict[str, str] = {}
     for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name not in ("source", "out") or not equals or not value:
-            raise ValueError(f"got {argument!r}, wanted source=... or out=...\n{USAGE}")
+        name, _, value = argument.partition("=")
+        if name not in names or not value:
+            raise ValueError(f"got {argument!r}, wanted {wanted}\n{usage}")
         if name in options:
-            raise ValueError(f"{name} is given twice\n{USAGE}")
+            raise ValueError(f"{name} is given twice\n{usage}")
         options[name] = value
+    return options
+
+
+def parse(arguments: Sequence[str]) -> dict[str, str]:
+    """source= and out=, both or none. Raises `ValueError` for anything else."""
+    options = read_options(arguments, ("source", "out"), "source=... or out=...", USAGE)
     if options and (absent := [name for name in ("source", "out") if name not in options]):
         raise ValueError(f"{' and '.join(absent)} missing\n{USAGE}")
     return options

@@ -17,8 +17,6 @@ from analysis.tables import TABLES, Spec
 
 @dataclass(frozen=True)
 class Table:
-    """A finished table."""
-
     name: str
     title: str
     caption: str
@@ -27,140 +25,120 @@ class Table:
 
 OVERVIEW: tuple[Spec, ...] = (
     Spec(
-        "models", "Whole models, both sides compiled",
+        "models", "Whole models, both sides compiled", report.models,
         "Each layer dense or sparse, whichever is faster, over the compiled dense model: forward pass of 64 sequences "
         "of 2,048 tokens without the output head; training step.",
-        report.models,
     ),
     Spec(
         "models_forward_uncompiled", "Forward pass, nothing compiled, as in the paper",
+        partial(report.uncompiled, op="model_forward", second="energy"),
         "Speed over the same model with this package's dense blocks and, where it says so, over unmodified "
         "transformers, with which the paper compares. Ours: each layer dense or sparse, whichever is faster.",
-        partial(report.uncompiled, op="model_forward", second="energy"),
     ),
     Spec(
         "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
+        partial(report.uncompiled, op="model_training", second="peak_memory"),
         "The same for training steps. A dash: unmodified transformers fill the memory. The paper's sparse 2B model has "
         "a larger batch than its dense one.",
-        partial(report.uncompiled, op="model_training", second="peak_memory"),
     ),
     Spec(
-        "trainings_compared", "Whole trainings",
+        "trainings_compared", "Whole trainings", report.trainings_compared,
         "All layers start dense and become sparse once that is faster; each over the dense training of its seed on the "
         "same card. Whole: without the first step, which compiles.",
-        report.trainings_compared,
     ),
     Spec(
-        "blocks_forward", "One block, forward",
+        "blocks_forward", "One block, forward", partial(report.blocks, op="ffn_forward"),
         "Synthetic patterns; speed over the fastest dense implementation in the same run. FP8 dense products "
         "(one scale a row) are no baseline, since they are not exact.",
-        partial(report.blocks, op="ffn_forward"),
     ),
     Spec(
-        "blocks_training", "One block, forward and backward",
+        "blocks_training", "One block, forward and backward", partial(report.blocks, op="ffn_training"),
         "The same with gradients. Backup is the paper's method.",
-        partial(report.blocks, op="ffn_training"),
     ),
     Spec(
-        "tuned", "One block after autotune, by the tokens of a call",
+        "tuned", "One block after autotune, by the tokens of a call", report.tuned,
         "Speed over the fastest dense implementation. Below 1, autotune left the block dense, and the call differs by "
         "noise or by host time.",
-        report.tuned,
     ),
     Spec(
-        "layers_together", "All blocks of trained models, forward",
+        "layers_together", "All blocks of trained models, forward", report.layers_together,
         "Times of all layers added up, over dense. Pruned blocks compute the same on the timed tokens only.",
-        report.layers_together,
     ),
     Spec(
-        "narrow", "Dense models with fewer neurons",
+        "narrow", "Dense models with fewer neurons", report.narrow,
         "Cross-entropy on held-out text and on that of the last steps, against the dense model with all neurons, all "
         "trained on the same tokens; the weights of neurons that ever fire; and the time of the blocks, estimated from "
         "each neuron's firing rate where it was kept (figure H; pruned: silent neurons cost nothing).",
-        report.narrow,
     ),
     Spec(
-        "frontier", "Trained and timed",
+        "frontier", "Trained and timed", report.frontier,
         "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
         "model's forward pass under torch.compile, of its blocks (pruned: without silent neurons) and of a training "
         "step, against dense ReLU. Then held-out cross-entropy over the least at the same forward time on straight "
         "lines between dense models, ReLU or SiLU (figure J); a win or loss where it is more than its interval.",
-        report.frontier,
     ),
     Spec(
-        "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model",
+        "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,
         "The neurons that hot-exempt L1 leaves active, and those of the dense ReLU model with the same cross-entropy, "
         "interpolated between widths.",
-        report.sizes,
     ),
     Spec(
-        "lengths", "The same L1 after shorter and longer trainings",
+        "lengths", "The same L1 after shorter and longer trainings", report.lengths,
         "Held-out cross-entropy, non-zeros and dead neurons.",
-        report.lengths,
     ),
     Spec(
-        "random_ids", "Forward on text, on random token ids, and in FP8",
+        "random_ids", "Forward on text, on random token ids, and in FP8", report.random_ids,
         "The paper's benchmark reads uniformly random ids, on which a trained model has other non-zeros. First line: "
         "the whole model, compiled, over the compiled dense one; then its blocks. FP8 products are not exact.",
-        report.random_ids,
     ),
     Spec(
-        "generation", "Generation",
+        "generation", "Generation", summary.generation,
         "Greedy `model.generate`: new tokens over the time of the whole call. Compiled: with a cache of fixed size and "
         "a CUDA graph for each decoding step. For much of the time the GPU waits for the host.",
-        summary.generation,
     ),
 )  # fmt: skip
 
 DETAILS: tuple[Spec, ...] = (
     Spec(
-        "summary", "Our trainings",
+        "summary", "Our trainings", summary.summary,
         "Held-out cross-entropy and its change against the ReLU model without L1 of the same seed, active neurons, "
         "neurons dead in an optimizer step, and the speed of the fastest sparse plan where the last checkpoint was "
         "timed. After less than one token per parameter, losses say little about quality.",
-        summary.summary,
     ),
     Spec(
-        "l1_factor", "The paper's L1: as written, or 64 times that?",
+        "l1_factor", "The paper's L1: as written, or 64 times that?", l1_factor.table,
         "By the released program's code, L1 in effect = nominal L1 × sequences of a step / sequences of a micro-batch: "
         "64 times the nominal one. Our rows under both readings beside the paper's numbers.",
-        l1_factor.table,
     ),
     Spec(
-        "dead_neurons", "Dead neurons by the number of tokens",
+        "dead_neurons", "Dead neurons by the number of tokens", summary.dead_by_window,
         "Share of neurons that fire for none of so many consecutive held-out tokens; mean over layers. The paper's "
         "optimizer step has 1,048,576 tokens.",
-        summary.dead_by_window,
     ),
     Spec(
-        "kernels", "Kernels",
+        "kernels", "Kernels", summary.kernels,
         "Every timed call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens), "
         "over the fastest and the uncompiled dense implementation of its run. Operations: analysis/schema.py. Floor: "
         "the time at the machine's best rates (ceilings) if every non-zero reads its weight rows again.",
-        summary.kernels,
     ),
     Spec(
-        "exactness", "Exactness",
+        "exactness", "Exactness", summary.exactness,
         "The largest relative error of each backend against float32, checked in the runs behind the other tables, and "
         "that of dense products in the same runs.",
-        summary.exactness,
     ),
     Spec(
-        "ceilings", "Ceilings",
+        "ceilings", "Ceilings", ceilings,
         "The machine's best measured rates: a plain copy, weight rows read at random, the gate product in torch.",
-        ceilings,
     ),
     Spec(
-        "layers", "Layers",
+        "layers", "Layers", summary.layers,
         "A layer's non-zeros over held-out tokens (mean over seeds), the neurons that never fired (silent), and the "
         "share of all non-zeros in the most active tenth of the neurons.",
-        summary.layers,
     ),
     Spec(
-        "provenance", "Where the numbers come from",
+        "provenance", "Where the numbers come from", provenance.table,
         "Study, device, revision, versions and dates of the rows. “Changed”: the working tree had uncommitted changes, "
         "so the revision does not reproduce these rows exactly.",
-        provenance.table,
     ),
 )  # fmt: skip
 

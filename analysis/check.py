@@ -29,23 +29,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from analysis.build import read_options
+
 USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [strict=true|false]"
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """study=, source= and strict= with their defaults.
-
-    Raises:
-        ValueError: an unknown, repeated or empty option.
-    """
-    options: dict[str, str] = {}
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name not in ("study", "source", "strict") or not value:
-            raise ValueError(f"got {argument!r}, wanted study=, source= or strict=\n{USAGE}")
-        if name in options:
-            raise ValueError(f"{name} is given twice\n{USAGE}")
-        options[name] = value
+    """study=, source= and strict= with their defaults. Raises `ValueError` for anything else."""
+    options = read_options(arguments, ("study", "source", "strict"), "study=, source= or strict=", USAGE)
     study = options.get("study", "demo")
     chosen = {"study": study, "source": str(default_source(study)), "strict": "false"} | options
     if chosen["strict"] not in ("true", "false"):

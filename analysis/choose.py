@@ -64,11 +64,8 @@ def by_size(models: Iterable[str]) -> list[str]:
 
 def main_model(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of the model with the most L1 values; ties go to the first in `model_order`."""
-    order = model_order(frame["model"])
-    if not order:
-        return frame.iloc[:0]
     values = frame.groupby("model")["l1"].nunique()
-    return frame[frame["model"] == max(order, key=lambda name: values[name])]
+    return frame[frame["model"] == max(model_order(frame["model"]), key=lambda name: values[name], default=None)]
 
 
 def main_device(frame: pd.DataFrame, by: Iterable[str] = ()) -> pd.DataFrame:
@@ -168,21 +165,18 @@ def of_one_micro_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """Without training steps with more tokens than the dense ones of their run. Sparse steps need less memory, so the
     largest that fit are timed too; what is compared has the same tokens."""
     steps = rows["op"].eq("model_training")
-    if not steps.any():
-        return rows
-    dense = rows[steps & rows["plan"].eq("dense") & rows["value"].notna()]
-    run = ["study", "item", "pattern", "device"]
-    most = rows[run].merge(dense.groupby(run)["tokens"].max().rename("most").reset_index(), on=run, how="left")["most"]
-    return rows[~(steps & rows["tokens"].gt(most.set_axis(rows.index)).fillna(False))]
+    dense = rows["tokens"].where(steps & rows["plan"].eq("dense") & rows["value"].notna())
+    most = dense.groupby([rows[name] for name in ("study", "item", "pattern", "device")]).transform("max")
+    return rows[~(steps & rows["tokens"].gt(most).fillna(False))]
 
 
 def against_the_fastest(rows: pd.DataFrame) -> pd.DataFrame:
     """Without comparisons that have eager dense products only, of models that were also compared with compiled ones:
     what has nothing compiled may fit with fewer tokens only, and is then timed apart."""
-    alike = [rows[name].fillna(-1) if name == "l1" else rows[name] for name in ("op", "device", "model", "l1")]
-    key = pd.MultiIndex.from_arrays(alike)
     eager = rows["baseline"].eq(schema.EAGER)
-    return rows[~(eager & key.isin(key[rows["baseline"].notna() & rows["baseline"].ne("") & ~eager]))]
+    compiled = rows["baseline"].fillna("").ne("") & ~eager
+    alike = [rows[name] for name in ("op", "device", "model", "l1")]
+    return rows[~(eager & compiled.groupby(alike, dropna=False).transform("any"))]
 
 
 def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
@@ -196,15 +190,12 @@ def papers_method(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["plan"].eq(paper.PLAN) | in_training]
 
 
-def series_label(plan: str, backend: str, backup: float) -> str:
-    """A plan and its backend in words: "sorted (hopper)", "backup (hopper, 0.125)"."""
-    share = "" if pd.isna(backup) else f", {backup:g}"
-    return f"{schema.WORDS.get(plan, plan)} ({backend}{share})"
-
-
 def series_of(rows: pd.DataFrame) -> pd.Series:
-    """`series_label` of each row."""
-    labels = [series_label(*cells) for cells in zip(rows["plan"], rows["backend"], rows["backup"], strict=True)]
+    """Plan and backend of each row in words: "sorted (hopper)", "backup (hopper, 0.125)"."""
+    labels = [
+        f"{schema.WORDS.get(plan, plan)} ({backend}{'' if pd.isna(backup) else f', {backup:g}'})"
+        for plan, backend, backup in zip(rows["plan"], rows["backend"], rows["backup"], strict=True)
+    ]
     return pd.Series(labels, index=rows.index, dtype=object)
 
 

@@ -182,14 +182,12 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
     # Also without the metric, the last of SAME: a task that was not scored has no accuracy in any form.
     reasons |= {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]}
     devices = measured.groupby("item")["device"].agg(set).to_dict()
-    lines = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
-    compared = pd.DataFrame(
-        lines, columns=["expected", "measured", "difference", "tolerance", "excess", "reason", "verdict"]
-    )
+    both["reason"] = [reasons.get(key) or reasons.get(key[:-1], "") for key in cells(both, SAME)]
+    judged = [_compared(line, devices.get(line.item, set())) for line in both.itertuples()]
+    judged = pd.DataFrame(judged, columns=["tolerance", "excess", "reason", "verdict"])
+    lines = both[[*keys, "measured"]].assign(expected=both["number"], difference=both["measured"] - both["number"])
     extra = here.merge(committed[keys], on=keys, how="left", indicator="origin")
-    return Comparison(
-        pd.concat([both[keys], compared], axis=1).reset_index(drop=True), int((extra["origin"] == "left_only").sum())
-    )
+    return Comparison(pd.concat([lines, judged], axis=1), int((extra["origin"] == "left_only").sum()))
 
 
 def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
@@ -216,10 +214,8 @@ def _identified(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(about_nnz=about, plan=plan, backend=backend)
 
 
-def _compared(
-    line: Any, reasons: dict[tuple, str], devices: set[str]
-) -> tuple[float, float, float, str, float, str, str]:
-    """Expected, measured, difference, tolerance, excess, reason, verdict. `devices`: those that measured the item."""
+def _compared(line: Any, devices: set[str]) -> tuple[str, float, str, str]:
+    """Tolerance, excess, reason, verdict. `devices`: those that measured the item."""
     expected, ratio = line.number, line.quantity == "ratio"
     same_device = line.on == line.device
     tolerance = (CPU_RATIO if line.versions else GPU_RATIO) if ratio else TOLERANCES[line.metric]
@@ -229,18 +225,15 @@ def _compared(
     elif not ratio and line.versions != "" and line.versions == line.their_versions:
         tolerance = Tolerance()
     if line.origin == "left_only" and ratio and devices and line.device not in devices:
-        return expected, math.nan, math.nan, "-", 0.0, "", OTHER
+        return "-", 0.0, "", OTHER
     if line.origin == "left_only":
-        key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
-        reason = reasons.get(key) or reasons.get(key[:-1], "")
-        return expected, math.nan, math.nan, tolerance.text(), 0.0, reason, UNMEASURED if reason else MISSING
-    difference = line.measured - expected
+        return tolerance.text(), 0.0, line.reason, UNMEASURED if line.reason else MISSING
     if ratio and not same_device:
-        return expected, line.measured, difference, "-", 0.0, "", OTHER
+        return "-", 0.0, "", OTHER
     low, high = tolerance.bounds(expected)
     excess = max(low - line.measured, line.measured - high) / (abs(expected) or 1.0)
-    verdict = EQUAL if difference == 0 else WITHIN if excess <= 0 else OUTSIDE
-    return expected, line.measured, difference, tolerance.text(), excess, "", verdict
+    verdict = EQUAL if line.measured == expected else WITHIN if excess <= 0 else OUTSIDE
+    return tolerance.text(), excess, "", verdict
 
 
 def _names_a_model(name: str) -> bool:
@@ -262,7 +255,6 @@ def worst(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_text(lines: pd.DataFrame) -> str:
-    """The lines of a comparison as a text table."""
     shown = pd.DataFrame(
         {
             "operation": lines["op"],

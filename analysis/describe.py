@@ -31,30 +31,27 @@ def counted(seeds: int) -> str:
 
 
 def _model(name: str, trainings: pd.DataFrame) -> str:
-    parts = [f"{_listed(trainings['layers'], ' or ')} layers, N = {_listed(trainings['intermediate'], ' or ')}"]
+    parts = [f"{listed(trainings['layers'], ' or ')} layers, N = {listed(trainings['intermediate'], ' or ')}"]
     tokens = trainings["tokens_trained"].dropna()
     if len(tokens):
         per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
         text = " or ".join(sorted(set(trainings["text"]) - {""}))
         times = passes(trainings)
         parts.append(
-            f"{_listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
+            f"{listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
             f"parameter; the paper: 20)"
             + (f" of {text}" if text else "")
             + (f", about {times} passes over it" if times else "")
         )
-    parts.append(seeds(trainings["seed"]))
-    parts.append(devices(trainings["device"]))
-    return f"{name} model: {'; '.join(parts)}."
+    return f"{name} model: {'; '.join([*parts, seeds(trainings['seed']), devices(trainings['device'])])}."
 
 
 def passes(trainings: pd.DataFrame) -> str:
     """How often the trainings read their text: "3.6"; empty if that is unknown or at most 1."""
-    known = trainings.assign(scale=trainings["model"].map(choose.scale)).merge(
-        paper.table("texts"), on=["text", "scale"]
-    )
+    scaled = trainings.assign(scale=trainings["model"].map(choose.scale))
+    known = scaled.merge(paper.table("texts"), on=["text", "scale"])
     times = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
-    return "" if times.dropna().empty or times.max() <= 1 else _listed(times, " or ")
+    return "" if times.dropna().empty or times.max() <= 1 else listed(times, " or ")
 
 
 def devices(column: pd.Series) -> str:
@@ -81,11 +78,9 @@ def dead_and_silent(rows: pd.DataFrame) -> str:
     held_out = where(rows, op="nonzeros", metric="silent_fraction")["tokens"]
     parts = []
     if step.notna().any():
-        parts.append(
-            f"dead in training is a neuron that fires for none of the {_listed(step, ' or ')} tokens of a step"
-        )
+        parts.append(f"dead in training is a neuron that fires for none of the {listed(step, ' or ')} tokens of a step")
     if held_out.notna().any():
-        tokens = f"{_listed(held_out, ' or ')} tokens of held-out text"
+        tokens = f"{listed(held_out, ' or ')} tokens of held-out text"
         parts.append(f"silent is a neuron that fires for none of the {tokens} on which non-zeros were counted")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
@@ -105,11 +100,12 @@ def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
         if len(last) and len(others):
             what = " and ".join(TIMED.get(op, op) for op in dict.fromkeys(others["op"]))
             parts.append(
-                f"{what} of {model} at L1 {choose.l1_label(l1)} (after {_listed(others['step'], ' and ')} steps; the "
-                f"training has {_listed(last, ' or ')})"
+                f"{what} of {model} at L1 {choose.l1_label(l1)} (after {listed(others['step'], ' and ')} steps; the "
+                f"training has {listed(last, ' or ')})"
             )
     return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
 
 
-def _listed(values: pd.Series, word: str) -> str:
+def listed(values: pd.Series, word: str) -> str:
+    """Each number once, in order: "8,192 or 65,536"; `word` with its spaces."""
     return word.join(dict.fromkeys(significant(float(value), 4) for value in sorted(set(values.dropna()))))

@@ -18,9 +18,9 @@ dense backup holds many of the non-zeros. M tokens, K hidden, N intermediate, nn
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from analysis.choose import where
@@ -77,27 +77,19 @@ def yes_or_no(column: pd.Series) -> pd.Series:
 def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
     """The floor of each of `rows` in ms, from the highest ceilings of its kind of device among `all_rows`. NaN where a
     ceiling was not measured, for operations that are not in WORK, and for other plans."""
-    rates = {}
-    for op, names in BLOCK.items():
-        highest = where(all_rows, op=op).groupby(names)["value"].max().dropna()
-        rates[op] = {key if isinstance(key, tuple) else (key,): value for key, value in highest.items()}
-    return pd.Series([_floor(row, rates) for _, row in rows.iterrows()], index=rows.index, dtype="float64")
+    rows_of_plans = rows["plan"].isin(PLANS) & rows["op"].isin(WORK) & rows[["gated", "mean_nnz"]].notna().all(axis=1)
+    index, rows = rows.index, rows[rows_of_plans]
+    kinds = [WORK[op][0 if gated else 1] for op, gated in zip(rows["op"], rows["gated"], strict=True)]
+    work = pd.DataFrame(kinds, columns=Work._fields, index=rows.index)
+    tokens, hidden, intermediate = (rows[name].astype("float64") for name in ("tokens", "hidden", "intermediate"))
+    vector_bytes = tokens * hidden * ELEMENT_BYTES
 
+    def milliseconds(amount: pd.Series, op: str) -> pd.Series:
+        highest = where(all_rows, op=op).groupby(BLOCK[op], as_index=False)["value"].max()
+        rate = rows[BLOCK[op]].merge(highest, on=BLOCK[op], how="left")["value"].set_axis(rows.index)
+        return (amount / (rate * (1e12 if op == "ceiling_matmul" else 1e9)) * 1e3).where(amount != 0, 0.0)
 
-def _floor(row: pd.Series, rates: dict[str, dict[tuple, float]]) -> float:
-    if row["plan"] not in PLANS or row["op"] not in WORK or row[["gated", "mean_nnz"]].isna().any():
-        return math.nan
-    work = WORK[row["op"]][0 if row["gated"] else 1]
-    vector_bytes = float(row["tokens"]) * row["hidden"] * ELEMENT_BYTES
-    flop = 2.0 * row["tokens"] * row["hidden"] * row["intermediate"]
-
-    def milliseconds(amount: float, op: str) -> float:
-        rate = rates[op].get(tuple(row[BLOCK[op]]), math.nan)
-        return amount / (rate * (1e12 if op == "ceiling_matmul" else 1e9)) * 1e3 if amount else 0.0
-
-    product = milliseconds(work.products * flop, "ceiling_matmul")
-    by_nonzeros = milliseconds(work.rows * row["mean_nnz"] * vector_bytes, "ceiling_gather")
-    by_tokens = milliseconds(work.vectors * vector_bytes, "ceiling_copy")
-    # Python's max would drop a NaN, depending on the order.
-    longer = math.nan if math.isnan(by_nonzeros + by_tokens) else max(by_nonzeros, by_tokens)
-    return product + longer
+    product = milliseconds(work["products"] * (2.0 * tokens * hidden * intermediate), "ceiling_matmul")
+    by_nonzeros = milliseconds(work["rows"] * rows["mean_nnz"] * vector_bytes, "ceiling_gather")
+    by_tokens = milliseconds(work["vectors"] * vector_bytes, "ceiling_copy")
+    return (product + np.maximum(by_nonzeros, by_tokens)).reindex(index)

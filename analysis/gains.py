@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pandas as pd
 
 from analysis import paper, schema, stats
 from analysis.choose import longest_trained, made_for_speed, of_one_micro_batch, series_of, where
-from analysis.measures import SAME_RUN, eager_ratios, run_keys
+from analysis.measures import SAME_RUN, eager_ratios
 
 
 def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -24,8 +22,8 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     most = compared.groupby(run, dropna=False)["tokens"].transform("max")
     # Training steps with fewer tokens, for which a dense form has no room with more.
     compared = compared[~(compared["op"].eq("model_training") & compared["tokens"].lt(most).fillna(False))]
-    spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
+    ends = _ratio_spreads(compared, where(chosen, plan="dense"), metric).apply(percent)
     columns = [
         *SAME_RUN, "layers", "plan", "backend", "hot", "silent", "screened", "backup",
         "baseline", "value", "unit", "ratio",
@@ -33,41 +31,39 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     data = compared[columns].assign(
         series=series_of(compared),
         percent=percent(compared["ratio"]),
-        percent_low=[min(map(percent, ends)) for ends in spread],
-        percent_high=[max(map(percent, ends)) for ends in spread],
+        percent_low=ends.min(axis=1),
+        percent_high=ends.max(axis=1),
         eager_percent=percent(eager_ratios(compared, chosen)),
     )
     return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
 
 
-def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float, float]]:
-    """Bounds of each row's ratio, from its spread and, where known, the baseline's."""
-    names = [(*key, backend) for key, backend in zip(run_keys(dense), dense["backend"], strict=True)]
-    once = {name for name, count in Counter(names).items() if count == 1}
-    spreads = zip(names, dense[["value", "low", "high"]].itertuples(index=False, name=None), strict=True)
-    known = {name: spread for name, spread in spreads if name in once and not pd.isna(spread[1])}
-    keys = [(*key, baseline) for key, baseline in zip(run_keys(rows), rows["baseline"], strict=True)]
-    ends = []
-    for key, row in zip(keys, rows.itertuples(), strict=True):
-        larger = row.metric in schema.LARGER_IS_BETTER
-        value = row.value / row.ratio if larger else row.value * row.ratio
-        ours, base = (row.value, row.low, row.high), known.get(key, (value, value, value))
-        ends.append(stats.ratio_with_spread(*((ours, base) if larger else (base, ours)))[1:])
-    return ends
+def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """The widest bounds of each row's ratio, from its spread and, where known, the baseline's; NaN over 0."""
+    key = [*SAME_RUN, "baseline"]
+    known = dense.drop(columns="baseline").rename(columns={"backend": "baseline"}).drop_duplicates(key, keep=False)
+    base = rows[key].merge(known[[*key, "low", "high"]], on=key, how="left").set_index(rows.index)
+    larger = metric in schema.LARGER_IS_BETTER
+    value = rows["value"] / rows["ratio"] if larger else rows["value"] * rows["ratio"]
+    base = base[["low", "high"]].apply(lambda column: column.fillna(value))
+    above, below = (rows, base) if larger else (base, rows)
+    below = below[["low", "high"]].where(below[["low", "high"]] != 0)
+    return pd.DataFrame({"low": above["low"] / below["high"], "high": above["high"] / below["low"]})
 
 
-def published(op: str) -> pd.DataFrame:
+def published(op: str, gated: bool = True) -> pd.DataFrame:
     """The paper's changes against dense in percent: model, l1, and one column for each metric of the operation.
 
-    Table 1 has every scale at the recommended L1; table 4 has one more forward value at 1.5B.
+    Table 1 has every scale at the recommended L1; table 4 has one more forward value at 1.5B, and those of non-gated
+    models.
     """
     columns = {
         "model_forward": {"throughput": "forward_tokens_per_ms", "energy": "energy_mj_per_token"},
         "model_training": {"throughput": "train_tokens_per_ms", "peak_memory": "peak_memory_gb"},
     }[op]
-    tables = [paper.table("table1_scales")]
+    tables = [paper.table("table1_scales")] if gated else []
     if op == "model_forward":
-        tables.append(where(paper.table("table4_gating"), gated="yes"))
+        tables.append(where(paper.table("table4_gating"), gated="yes" if gated else "no"))
     lines = []
     for scale, rows in (of_scale for table in tables for of_scale in table.groupby("scale", sort=False)):
         dense = where(rows, sparse="no").iloc[0]

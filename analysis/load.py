@@ -11,10 +11,9 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis.choose import cells
@@ -80,8 +79,8 @@ class Results:
 
     rows: pd.DataFrame
     curves: pd.DataFrame
-    nonzeros: dict[str, pd.DataFrame] = field(default_factory=dict)
-    settings: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(SETTING_COLUMNS)))
+    nonzeros: dict[str, pd.DataFrame]
+    settings: pd.DataFrame
     notes: tuple[str, ...] = ()
     name: str = ""
     sources: tuple[Results, ...] = ()
@@ -106,32 +105,23 @@ def _combined(sources: Sequence[_Source]) -> Results:
     unfinished = [path for source in sources for path in source.unfinished]
     notes = [f"{path}: no rows.csv yet: the run is unfinished and is left out" for path in unfinished]
     parts = list({part.folder: part for source in sources for part in source.parts}.values())
-    notes += [
-        f"{part.folder / 'rows.csv'}: the model of {item} has no name: the item's is used"
-        for part in parts
-        for item in part.unnamed
-    ]
+    notes += [note for part in parts for note in part.notes]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
+    notes += replaced
     # Curves and non-zeros of a run are those of the folder with its latest row.
     dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=part.folder) for part in parts])
-    newest = dates.sort_values("date", kind="stable").groupby(["study", "item"])["folder"].last().to_dict()
+    newest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
     names = sorted({name for part in parts for name in part.tables})
     tables = {name: _merge(name, parts, newest) for name in names}
     if "settings" in tables:
         _check_settings(tables["settings"], rows)
-    for note in notes + replaced:
+    for note in notes:
         log.warning(note)
-    return Results(
-        rows=rows,
-        curves=tables.pop(
-            "curves", pd.DataFrame(columns=[*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"])
-        ),
-        settings=tables.pop("settings", pd.DataFrame(columns=list(SETTING_COLUMNS))),
-        nonzeros=tables,
-        notes=tuple(notes + replaced),
-        name=" and ".join(dict.fromkeys(source.name for source in sources)),
-    )
+    columns = {"curves": (*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"), "settings": SETTING_COLUMNS}
+    curves, settings = (tables.pop(name, pd.DataFrame(columns=list(empty))) for name, empty in columns.items())
+    name = " and ".join(dict.fromkeys(source.name for source in sources))
+    return Results(rows, curves, tables, settings, tuple(notes), name)
 
 
 def side_by_side(*sources: Path | str) -> Results:
@@ -161,7 +151,7 @@ class _Part:
     folder: Path
     rows: pd.DataFrame
     tables: dict[str, pd.DataFrame]
-    unnamed: list[str]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -195,16 +185,12 @@ def _read_folder(folder: Path) -> _Part:
     rows, unnamed = _named(read_rows(folder / "rows.csv"))
     tables: dict[str, pd.DataFrame] = {}
     if (folder / "metrics.jsonl").exists():
-        run, tables["curves"] = _run_of(folder, rows), read_metrics(folder / "metrics.jsonl")
-        for position, name in enumerate(CURVE_COLUMNS):
-            column = pd.Series(run[name], index=tables["curves"].index, dtype=rows[name].dtype)
-            tables["curves"].insert(position, name, column)
+        tables["curves"] = _run_of(folder, rows).merge(read_metrics(folder / "metrics.jsonl"), how="cross")
     elif (folder / "curves.parquet").exists():
         tables["curves"] = read_table(folder / "curves.parquet", CURVE_KEY, (*CURVE_COLUMNS, "tokens", "value"))
     if (folder / "config.yaml").exists() and (rows["op"] == "train").any():
-        run, config = _run_of(folder, rows), read_config(folder / "config.yaml")
-        settings = {"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()}
-        tables["settings"] = pd.DataFrame(settings)
+        config = pd.DataFrame(read_config(folder / "config.yaml").items(), columns=["key", "value"])
+        tables["settings"] = _run_of(folder, rows)[["study", "item"]].merge(config, how="cross")
     elif (folder / "settings.csv").exists():
         path = folder / "settings.csv"
         try:
@@ -221,7 +207,8 @@ def _read_folder(folder: Path) -> _Part:
             # The rows say how and when it was measured.
             if unknown := set(table["item"].unique()) - set(rows["item"]):
                 raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {folder / 'rows.csv'}")
-    return _Part(folder, rows, tables, unnamed)
+    notes = [f"{folder / 'rows.csv'}: the model of {item} has no name: the item's is used" for item in unnamed]
+    return _Part(folder, rows, tables, notes)
 
 
 def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -236,12 +223,13 @@ def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return named, sorted(set(rows.loc[unnamed, "item"]))
 
 
-def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
-    """The one training run whose rows the folder holds: study, item, model, l1, activation, gated, modification."""
+def _run_of(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    """One line, the training run whose rows the folder holds: study, item, model, l1, activation, gated,
+    modification."""
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates()
     if len(runs) != 1:
         raise ResultsError(f"{folder / 'rows.csv'}: beside metrics.jsonl, wanted rows of one training, got {len(runs)}")
-    return runs.iloc[0]
+    return runs
 
 
 def _check_names(parts: list[_Part]) -> None:
@@ -298,15 +286,11 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
     return kept.sort_values(KEY, kind="stable", na_position="first").reset_index(drop=True), notes
 
 
-def _merge(name: str, parts: list[_Part], newest: dict[tuple[str, str], Path]) -> pd.DataFrame:
+def _merge(name: str, parts: list[_Part], newest: pd.DataFrame) -> pd.DataFrame:
     """A table of all parts, of each item from its newest folder."""
-    kept = []
-    for part in parts:
-        if name not in part.tables:
-            continue
-        frame = part.tables[name]
-        number = frame.groupby(["study", "item"], sort=False).ngroup()
-        items = frame.loc[~number.duplicated(), ["study", "item"]].itertuples(index=False, name=None)
-        is_newest = np.array([newest.get(item) == part.folder for item in items], dtype=bool)
-        kept.append(frame if is_newest.all() else frame[is_newest[number]])
+    kept = [
+        part.tables[name].merge(newest.loc[newest["folder"] == part.folder, ["study", "item"]])
+        for part in parts
+        if name in part.tables
+    ]
     return pd.concat(kept, ignore_index=True)

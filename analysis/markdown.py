@@ -129,7 +129,6 @@ Frames = Mapping[str, pd.DataFrame]
 
 
 def _models(frame: pd.DataFrame) -> pd.DataFrame:
-    """Whole models at the paper's L1."""
     return choose.main_device(choose.where(frame, l1=choose.RECOMMENDED_L1)).drop(columns=["l1", "device"])
 
 
@@ -141,7 +140,6 @@ def _block_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _blocks(_: Results, frames: Frames, __: Sequence[Claim]) -> str:
-    """One block, forward and with gradients."""
     return "\n".join(
         f"{title}, {frames[name]['tokens'].max():,} tokens:\n\n{render.markdown(_block_table(frames[name]))}"
         for title, name in (("Forward", "blocks_forward"), ("Forward and backward", "blocks_training"))

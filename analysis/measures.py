@@ -117,24 +117,20 @@ def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
     if gathered.empty:
         return where(rows, op="train", metric="nonzeros", layer=None)
     by_layer = gathered[gathered["layer"].notna()]
-    whole = by_layer.drop_duplicates(RUN).assign(layer=pd.NA)
-    return whole.assign(value=_by_run(whole, by_layer.groupby(RUN)["value"].mean()))
+    return by_layer.assign(value=by_layer.groupby(RUN)["value"].transform("mean"), layer=pd.NA).drop_duplicates(RUN)
 
 
 def task_accuracies(rows: pd.DataFrame, tasks: tuple[str, ...] = TASKS) -> pd.DataFrame:
     """The mean accuracy over the seven tasks, or some of them, of each run that has all of these: columns of the rows,
     with `value` and `error`, its standard error (tasks taken as independent)."""
-    rows = where(rows, op="evaluate", metric="accuracy", task=tasks)
-    rows = rows[rows["value"].notna()]
+    rows = where(rows, op="evaluate", metric="accuracy", task=tasks).dropna(subset="value")
     rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
     runs = rows.groupby(RUN).agg(
         tasks=("task", "nunique"), value=("value", "mean"), square=("square", lambda values: values.sum(skipna=False))
     )
-    runs = runs[runs["tasks"] == len(tasks)]
-    whole = rows.drop_duplicates(RUN)
-    whole = whole[pd.MultiIndex.from_frame(whole[RUN]).isin(runs.index)].assign(task="mean")
-    error = runs["square"] ** 0.5 / len(tasks)
-    return whole.assign(value=_by_run(whole, runs["value"]), error=_by_run(whole, error))
+    runs = runs[runs["tasks"] == len(tasks)].assign(error=lambda of: of["square"] ** 0.5 / len(tasks))
+    whole = rows.drop_duplicates(RUN).drop(columns=["value", "square"]).assign(task="mean")
+    return whole.merge(runs[["value", "error"]], on=RUN)
 
 
 def chance(tasks: tuple[str, ...]) -> float:
@@ -151,10 +147,6 @@ def tasks_above_chance(rows: pd.DataFrame) -> tuple[str, ...]:
         if len(runs) and (runs["value"] - stats.NORMAL_975 * runs["error"]).mean() > schema.TASKS[task].chance:
             found.append(task)
     return tuple(found)
-
-
-def _by_run(rows: pd.DataFrame, values: pd.Series) -> list[float]:
-    return values.reindex(pd.MultiIndex.from_frame(rows[RUN])).tolist()
 
 
 def _accuracy(rows: pd.DataFrame, task: str) -> Measured:
@@ -188,11 +180,6 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
     return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, float(ratio), float(eager))
 
 
-def run_keys(rows: pd.DataFrame) -> list[tuple]:
-    """The cells of SAME_RUN in each row, None for empty ones: equal for a measurement and the dense one of its run."""
-    return cells(rows, SAME_RUN)
-
-
 def accuracy_half_width(runs: pd.DataFrame) -> float:
     """Half the 95% interval of the mean accuracy of runs of `task_accuracies` that differ in seed: that of the items,
     which all seeds share, or that of the seeds, whichever is larger."""
@@ -207,16 +194,15 @@ def accuracies_over_seeds(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:
-    """`run_keys` with plan, backup and, as the last, backend: unique for each measurement of a metric."""
-    plans = zip(run_keys(rows), rows["plan"], rows["backup"].fillna(-1.0), rows["backend"], strict=True)
-    return [(*key, *rest) for key, *rest in plans]
+    """The cells of SAME_RUN, plan, backup and, as the last, backend: unique for each measurement of a metric."""
+    return cells(rows, [*SAME_RUN, "plan", "backup", "backend"])
 
 
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
     """The improvement of each of `sparse` over eager transformers in the same run; NaN if that was not measured."""
     eager = where(rows, plan="dense", backend=schema.EAGER).dropna(subset="value")
-    known = dict(zip(run_keys(eager), eager["value"], strict=True))
-    base = pd.Series([known.get(key, math.nan) for key in run_keys(sparse)], index=sparse.index, dtype="float64")
+    known = eager.drop_duplicates(SAME_RUN, keep="last")[[*SAME_RUN, "value"]]
+    base = sparse[SAME_RUN].merge(known, on=SAME_RUN, how="left")["value"].set_axis(sparse.index)
     larger = sparse["metric"].isin(schema.LARGER_IS_BETTER)
     return (sparse["value"] / base).where(larger, base / sparse["value"])
 

@@ -12,6 +12,7 @@ REFERENCE = Path(__file__).parent / "reference"
 PUBLISHED_KERNELS_ON = "H200"  # the device of reference/published_kernels_h200.csv
 PLAN = "twell"  # how its kernels compute every block in inference
 TRAINING_PLAN = "hybrid"  # and in training
+WIDTH = 5632  # neurons of its blocks
 BACKUP = 1 / 8  # of the tokens, in the dense backup of its training format
 
 

@@ -59,12 +59,8 @@ def build_committed(root: Path = ROOT) -> None:
     results = committed(folder)
     results = replace(results, name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
-    # The diagram of the formats needs no rows, so it is the same for every source.
-    same = FIGURES[0].number
-    of_figure = [
-        [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
-        for of_sources in zip(*drawn.values(), strict=True)
-    ]
+    of_figure = [list(of_sources) for of_sources in zip(*drawn.values(), strict=True)]
+    of_figure[0] = [replace(of_figure[0][0], source="")]  # the diagram of the formats needs no rows
     made, checked = catalogue.make(results), claims.check_all(results)
     with _staged(folder) as (staged, written):
         for source in results.sources:
@@ -239,7 +235,6 @@ def _generated(folder: Path) -> Iterator[Path]:
 
 
 def _write_page(path: Path, text: str) -> Path:
-    """Write a page in Markdown."""
     return _write_text(path, markdown.without_tags(text))
 
 

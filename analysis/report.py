@@ -109,19 +109,15 @@ def uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     if {plain, eager} <= set(wide.columns):  # steps of plain transformers that fill the memory say nothing about speed
         wide.loc[wide[plain] < SLOWER_FOR_LACK_OF_MEMORY * wide[eager], [plain]] = math.nan
     name = f"{second}_pct"
-    of_steps = (
-        {"step_tokens": _compared(wide, "throughput", "fastest", "eager")["tokens"]} if op == "model_training" else {}
-    )
-    table = _lines(
-        [wide],
-        {
-            "fastest_over_eager": _ratio(wide, "throughput", "fastest", "eager"),
-            "papers_over_eager": _ratio(wide, "throughput", "papers", "eager"),
-            "papers_over_transformers": _ratio(wide, "throughput", "papers", "transformers"),
-            name: (_ratio(wide, second, "papers", "transformers") - 1) * 100,
-            **of_steps,
-        },
-    )
+    columns = {
+        "fastest_over_eager": _ratio(wide, "throughput", "fastest", "eager"),
+        "papers_over_eager": _ratio(wide, "throughput", "papers", "eager"),
+        "papers_over_transformers": _ratio(wide, "throughput", "papers", "transformers"),
+        name: (_ratio(wide, second, "papers", "transformers") - 1) * 100,
+    }
+    if op == "model_training":
+        columns["step_tokens"] = _compared(wide, "throughput", "fastest", "eager")["tokens"]
+    table = _lines([wide], columns)
     if table.empty:
         return table
     theirs = published(op).rename(columns={"throughput": "published", second: f"published_{name}"})
@@ -166,14 +162,12 @@ def tuned(results: Results) -> pd.DataFrame:
     rows = where(results.rows, op=("ffn_tuned", "ffn_tuned_graph"), metric="time", plan="by_layer")
     if rows.empty:
         return pd.DataFrame()
-    nominal = rows.loc[rows["tokens"].eq(rows["tokens"].max()), "mean_nnz"].astype(float).unique()
-    of_calls = (
-        rows["mean_nnz"].astype(float).map(lambda value: min(nominal, key=lambda name: abs(math.log(value / name))))
-    )
+    nonzeros = rows["mean_nnz"].astype(float)
+    nominal = nonzeros[rows["tokens"].eq(rows["tokens"].max())].unique()
+    of_calls = nonzeros.map(lambda value: min(nominal, key=lambda name: abs(math.log(value / name))))
     graph = rows["op"].str.endswith("graph").map({True: "yes", False: "no"})
-    table = rows.assign(graph=graph, nominal=of_calls).pivot_table(
-        index=["device", "graph", "tokens"], columns="nominal", values="ratio"
-    )
+    rows = rows.assign(graph=graph, nominal=of_calls)
+    table = rows.pivot_table(index=["device", "graph", "tokens"], columns="nominal", values="ratio")
     table = table.map(lambda ratio: "" if pd.isna(ratio) else f"{ratio:.2f}")
     table.columns = [f"about {nonzeros:,.0f} active" for nonzeros in table.columns]
     return table.reset_index()
@@ -182,8 +176,8 @@ def tuned(results: Results) -> pd.DataFrame:
 def layers_together(results: Results) -> pd.DataFrame:
     """All blocks of each trained model, forward, their times added up: speed over dense with every neuron
     sparse, hot, sorted, and of sorted and dense blocks without silent neurons."""
-    rows = where(results.rows, op="ffn_forward", metric="time")
-    rows = choose.made_for_speed(rows[rows["layer"].notna() & rows["value"].notna()])
+    rows = where(results.rows, op="ffn_forward", metric="time").dropna(subset=["layer", "value"])
+    rows = choose.made_for_speed(rows)
     if rows.empty:
         return pd.DataFrame()
     run = [*MODEL, "step", "item"]

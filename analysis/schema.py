@@ -222,10 +222,7 @@ METRICS: dict[str, Metric] = {
     "nonzeros_max": Metric("neurons/token", "largest number of non-zeros of any token"),
     "nonzeros_p50": Metric("neurons/token", "median over tokens"),
     "nonzeros_p99": Metric("neurons/token", "99th percentile over tokens"),
-    "dead_fraction": Metric(
-        "fraction",
-        "neurons not active for any of `tokens` tokens; in training, those of a step",
-    ),
+    "dead_fraction": Metric("fraction", "neurons not active for any of `tokens` tokens; in training, those of a step"),
     "silent_fraction": Metric("fraction", "neurons not active for any token of the text measured"),
     "hot_share": Metric("fraction", "share of all non-zeros that belong to the most active tenth of the neurons"),
     "union_fraction": Metric("fraction", "neurons active for at least one of a group of consecutive tokens, over N"),

@@ -22,15 +22,6 @@ def cost_percent(ratio: Number) -> Number:
     return (1.0 / ratio - 1.0) * 100.0
 
 
-def ratio_with_spread(
-    ours: tuple[float, float, float], baseline: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    """ours / baseline with its widest bounds, each given as (value, low, high) of a positive quantity; NaN over 0."""
-    value, low, high = ours
-    base_value, base_low, base_high = (number or math.nan for number in baseline)
-    return value / base_value, low / base_high, high / base_low
-
-
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's r; NaN for fewer than three points, or if one of the series is constant."""
     if len(x) != len(y):

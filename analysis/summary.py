@@ -56,8 +56,7 @@ def kernels(results: Results) -> pd.DataFrame:
     and host time of the same call, and the error against the reference in the same run. Empty columns are left out.
     """
     synthetic = choose.made_for_speed(results.rows[results.rows["pattern"].str.startswith("synthetic")])
-    timed = where(synthetic, metric="time")
-    timed = timed[timed["value"].notna()]
+    timed = where(synthetic, metric="time").dropna(subset="value")
     by = ["op", "device", "tokens", "gated", "mean_nnz", "plan", "backend"]
     ordered = timed.sort_values(by, kind="stable", key=_rank)
     names = {"value": "time_ms", "low": "time_low_ms", "high": "time_high_ms"}
@@ -111,8 +110,7 @@ def generation(results: Results) -> pd.DataFrame:
     tokens are those of the eager form, and the error against float32 from the same run. Columns without any value are
     left out. Without rows: one line that says so.
     """
-    rows = where(results.rows, op="generate")
-    rows = rows[rows["value"].notna()]
+    rows = where(results.rows, op="generate").dropna(subset="value")
     fast = choose.made_for_speed(rows)
     timed = choose.longest_trained(where(fast, metric="throughput"))
     if timed.empty:
@@ -161,17 +159,9 @@ def dead_by_window(results: Results) -> pd.DataFrame:
     """The share of neurons that fire for none of this many consecutive tokens (mean over layers and seeds)."""
     rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)
     rows = choose.equally_trained(choose.relu_runs(rows))
-    over = _by_model(stats.over_seeds(rows, ["model", "l1", "tokens"]))
-    return pd.DataFrame(
-        {
-            "model": over["model"],
-            "l1": over["l1"],
-            "window": over["tokens"],
-            "seeds": over["seeds"].astype("Int64"),
-            "dead_pct": over["value"] * 100,
-            "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100,
-        }
-    )
+    over = _by_model(stats.over_seeds(rows, ["model", "l1", "tokens"])).rename(columns={"tokens": "window"})
+    numbers = {"dead_pct": over["value"] * 100, "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100}
+    return over[["model", "l1", "window", "seeds"]].astype({"seeds": "Int64"}).assign(**numbers)
 
 
 def _by_model(table: pd.DataFrame) -> pd.DataFrame:

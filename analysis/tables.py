@@ -7,7 +7,6 @@ demo) come first. A column `..._ci95` holds half the width of the 95% interval o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,11 +44,10 @@ def scales(results: Results) -> pd.DataFrame:
 
 def hyperparameters(results: Results) -> pd.DataFrame:
     """Table 2: the paper's hyper-parameters beside those of every scale trained, from the saved configs."""
-    frame = paper.table("table2_hyperparameters").rename(
-        columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
+    theirs = paper.table("table2_hyperparameters")
+    frame = theirs[["name"]].assign(
+        **{"paper, gated": theirs["gated"].map(as_printed), "paper, non-gated": theirs["non_gated"].map(as_printed)}
     )
-    for name in ("paper, gated", "paper, non-gated"):
-        frame[name] = frame[name].map(as_printed)
     runs = where(choose.trainings(choose.at_full_width(results.rows)), modification="none", activation="relu")
     runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):
@@ -65,17 +63,19 @@ def hyperparameters(results: Results) -> pd.DataFrame:
 
 def activations(results: Results) -> pd.DataFrame:
     """Table 3: SiLU and ReLU, dense and sparse."""
-    return _compare(results, "table3_activations", ["activation"], VARIANT_COLUMNS, _activation_variants, fewest=2)
+    return _compare(results, "table3_activations", ["activation"], VARIANT_COLUMNS, _activation_variants, varied=True)
 
 
 def gating(results: Results) -> pd.DataFrame:
     """Table 4: gated and non-gated blocks without and with L1."""
-    return _compare(results, "table4_gating", ["gated"], VARIANT_COLUMNS, _gating_variants, fewest=2)
+    return _compare(results, "table4_gating", ["gated"], VARIANT_COLUMNS, _gating_variants, varied=True)
 
 
 def dead_neurons(results: Results) -> pd.DataFrame:
     """Table 5: mitigations of dead neurons."""
-    return _compare(results, "table5_dead_neurons", ["modification"], VARIANT_COLUMNS, _modification_variants, fewest=2)
+    return _compare(
+        results, "table5_dead_neurons", ["modification"], VARIANT_COLUMNS, _modification_variants, varied=True
+    )
 
 
 def tasks(results: Results) -> pd.DataFrame:
@@ -133,39 +133,37 @@ def as_printed(value: str) -> str:
     return choose.l1_label(number) if 0 < number < 0.01 else f"{number:.12g}"
 
 
-Variants = Callable[[pd.DataFrame], list[Variant]]
-
-
 def _compare(
     results: Results,
     reference: str,
     variant_columns: list[str],
     columns: dict[str, str],
-    variants: Variants,
-    fewest: int = 1,
+    variants: Callable[[pd.DataFrame], list[Variant]],
+    *,
+    varied: bool = False,
 ) -> pd.DataFrame:
     """The paper's rows of `reference` and ours.
 
     columns: column of the table -> one of our measures.
-    fewest: our scales with fewer rows are left out; a comparison needs two.
-    variant_columns: the first is the subject of the table. Our own scales that do not vary in it are left out if others
-        do."""
+    varied: the first of `variant_columns` is the subject of the table, see `_varied`."""
     published = paper.table(reference)
-    lines: list[dict[str, object]] = []
-    for scale, rows in _scales(results).items():
-        own = [line for one in variants(rows) for line in _variant_lines(results, scale, one, columns)]
-        lines += own if len(own) >= fewest else []
-    if fewest > 1:
-        lines = _varied(lines, variant_columns[0], {scale.lower() for scale in published["scale"]})
-    beside = [name + ending for name in columns for ending in render.BESIDE]
-    beside = [name for name in beside if any(name in line for line in lines)]
+    described = choose.at_full_width(results.rows[results.rows["model"] != ""])
+    lines = [
+        line
+        for scale, rows in described.groupby(described["model"].map(choose.scale))
+        for one in variants(rows)
+        for line in _variant_lines(rows, str(scale), one, columns)
+    ]
+    theirs = {scale.lower() for scale in published["scale"]}
+    ours = pd.DataFrame(lines, columns=None if lines else ["scale", *variant_columns])
+    if varied:
+        ours = _varied(ours, variant_columns[0], theirs)
+    known = ours.columns[ours.notna().any()]
+    beside = [name + ending for name in columns for ending in render.BESIDE if name + ending in known]
     names = ["scale", *variant_columns, "sparse", "l1", "source", "seeds", "device", *columns, *beside, "note"]
-    ours = pd.DataFrame(lines) if lines else pd.DataFrame(columns=names)
-    published_scales = list(dict.fromkeys(published["scale"]))
-    theirs = {scale.lower() for scale in published_scales}
     own_scales = [scale for scale in choose.model_order(set(ours["scale"])) if scale.lower() not in theirs]
     parts = [where(ours, scale=scale) for scale in own_scales]
-    for scale in published_scales:
+    for scale in dict.fromkeys(published["scale"]):
         printed = where(published, scale=scale).assign(source="paper", device=PAPER_DEVICE, note="")
         measured = ours[ours["scale"].str.lower() == scale.lower()].assign(scale=scale)
         absent = pd.DataFrame([{"scale": scale, "source": "ours", "note": NOT_MEASURED}])
@@ -179,13 +177,13 @@ def _compare(
     return _typed(frame, variant_columns)
 
 
-def _varied(lines: list[dict[str, object]], about: str, published: set[str]) -> list[dict[str, object]]:
-    """The lines of published scales and of our scales with two values of `about`; all lines if no scale has two."""
-    kinds: dict[str, set[object]] = {}
-    for line in lines:
-        kinds.setdefault(str(line["scale"]).lower(), set()).add(line[about])
-    varied = {scale for scale, found in kinds.items() if len(found) > 1}
-    return [line for line in lines if not varied or str(line["scale"]).lower() in varied | published]
+def _varied(ours: pd.DataFrame, about: str, published: set[str]) -> pd.DataFrame:
+    """Without scales that have one line, and without scales of our own that have one value of `about`, if others have
+    two."""
+    scale = ours["scale"].str.lower()
+    values = ours.groupby(scale)[about].transform("nunique")
+    wanted = (values > 1) | scale.isin(published) | (values.max() <= 1)
+    return ours[(ours.groupby(scale)[about].transform("size") > 1) & wanted]
 
 
 def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -207,27 +205,11 @@ def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
     return frame
 
 
-# Several tables show the same numbers of the same variants.
-@functools.lru_cache(maxsize=4)
-def _scales(results: Results) -> dict[str, pd.DataFrame]:
-    described = choose.at_full_width(results.rows[results.rows["model"] != ""])
-    of_row = described["model"].map(choose.scale)
-    return {scale: described[of_row == scale] for scale in choose.model_order(of_row)}
-
-
-@functools.lru_cache(maxsize=256)
-def _rows_of(results: Results, scale: str, variant: Variant) -> pd.DataFrame:
-    return variant.of(_scales(results)[scale])
-
-
-@functools.lru_cache(maxsize=4096)
-def _measured(results: Results, scale: str, variant: Variant, name: str, device: str) -> Measured:
-    return measure(_rows_of(results, scale, variant), name, variant, device)
-
-
-def _variant_lines(results: Results, scale: str, variant: Variant, columns: dict[str, str]) -> list[dict[str, object]]:
+def _variant_lines(
+    rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
+) -> list[dict[str, object]]:
     """One line for each device on which the variant was benchmarked, or one with the devices of its other rows."""
-    own = _rows_of(results, scale, variant)
+    own = variant.of(rows)
     if own.empty:
         return []
     kinds = [MEASURES[wanted.split(":")[0]] for wanted in columns.values()]
@@ -235,7 +217,7 @@ def _variant_lines(results: Results, scale: str, variant: Variant, columns: dict
     devices = sorted(set(timed["device"]))
     lines = []
     for device in devices or [""]:
-        values = {name: _measured(results, scale, variant, wanted, device) for name, wanted in columns.items()}
+        values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
         if all(value.missing == NOT_MEASURED for value in values.values()):
             continue
         line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours"}
@@ -326,12 +308,12 @@ def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Spec:
-    """A table: file name, title, caption, and the function that makes it from results."""
+    """A table: file name, title, the function that makes it from results, and caption."""
 
     name: str
     title: str
-    caption: str
     make: Callable[[Results], pd.DataFrame]
+    caption: str
 
 
 # What holds for all tables: pages say it once.
@@ -344,33 +326,31 @@ COMMON: tuple[str, ...] = (
 
 TABLES: tuple[Spec, ...] = (
     Spec(
-        "table1_scales", "Table 1: dense and sparse models at every scale",
+        "table1_scales", "Table 1: dense and sparse models at every scale", scales,
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
         "brackets: the change against the fastest dense implementation of the same run (the row below, not run "
         "sparse), and against the uncompiled one, where it was timed; for the paper's rows, against its dense row. The "
         "paper's sparse 2B model uses a larger micro-batch, hence more memory.",
-        scales,
     ),
     Spec(
-        "table2_hyperparameters", "Table 2: hyper-parameters",
-        "Our values are from the config saved with each run.", hyperparameters,
+        "table2_hyperparameters", "Table 2: hyper-parameters", hyperparameters,
+        "Our values are from the config saved with each run.",
     ),
     Spec(
-        "table3_activations", "Table 3: ReLU and SiLU",
+        "table3_activations", "Table 3: ReLU and SiLU", activations,
         "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
-        activations,
     ),
     Spec(
-        "table4_gating", "Table 4: gated and non-gated blocks",
-        "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.", gating,
+        "table4_gating", "Table 4: gated and non-gated blocks", gating,
+        "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.",
     ),
     Spec(
-        "table5_dead_neurons", "Table 5: mitigating dead neurons",
+        "table5_dead_neurons", "Table 5: mitigating dead neurons", dead_neurons,
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        "neurons.", dead_neurons,
+        "neurons.",
     ),
     Spec(
-        "table6_tasks", "Table 6: accuracy by task (%)",
-        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.", tasks,
+        "table6_tasks", "Table 6: accuracy by task (%)", tasks,
+        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.",
     ),
 )  # fmt: skip

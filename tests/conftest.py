@@ -268,6 +268,16 @@ def demo(study):
 
 
 @pytest.fixture(scope="session")
+def nothing(tmp_path_factory):
+    """`Results` with a single row, which no table, figure or chart shows."""
+    from synthetic_results import DEMO, results_of, row
+
+    return results_of(
+        tmp_path_factory.mktemp("runs"), [row(DEMO, None, "item", "ffn_other", "time", 1.0, plan="dense")]
+    )
+
+
+@pytest.fixture(scope="session")
 def paper(tmp_path_factory):
     """The folder of an invented study of a large model on a GPU: to be read only."""
     from synthetic_results import PAPER, write_study

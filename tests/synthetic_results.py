@@ -16,6 +16,7 @@ import pandas as pd
 import yaml
 
 from analysis import schema
+from analysis.load import Results, load
 
 TASKS = tuple(schema.TASKS)
 TOKENS_PER_STEP = 4096
@@ -129,6 +130,12 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, schema.NAMES, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def results_of(folder: Path, rows: list[dict]) -> Results:
+    """These rows, written beneath the folder and loaded."""
+    write_rows(folder / "item" / "rows.csv", rows)
+    return load(folder)
 
 
 def layer_nonzeros(study: Study, run: Run) -> np.ndarray:
@@ -416,17 +423,13 @@ def _write_generation(folder: Path, study: Study) -> None:
                 alone = {"same_tokens": 0.75} | ({"device_time": 40.0} if study.gpu else {})
                 values = {"throughput": 0.05 * batch * speed, "energy": 900.0 / batch / speed, **alone}
                 for metric, value in values.items():
-                    known = metric != "energy" or study.gpu
-                    cells = {"baseline": name, "ratio": speed / base, "low": value * 0.9, "high": value * 1.1}
                     if absent and metric in alone:
                         continue
-                    if absent or not known:
-                        why = "no NVML on this device" if metric == "energy" else "no GPU"
-                        rows.append(row(study, run, folder.name, "generate", metric, None, missing=why, **fields))
-                    else:
-                        cells = cells if metric not in alone else {}
-                        fields["check_error"] = 1e-3
-                        rows.append(row(study, run, folder.name, "generate", metric, value, **fields, **cells))
+                    why = "no NVML on this device" if metric == "energy" and not study.gpu else absent and "no GPU"
+                    cells = {"baseline": name, "ratio": speed / base, "low": value * 0.9, "high": value * 1.1}
+                    cells = {"missing": why} if why else {"check_error": 1e-3} | (cells if metric not in alone else {})
+                    value = None if why else value
+                    rows.append(row(study, run, folder.name, "generate", metric, value, **fields, **cells))
     write_rows(folder / "rows.csv", rows)
 
 

@@ -29,10 +29,6 @@ def change_rows(path, change):
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
 
 
-def set_cell(path, number, name, cell):
-    change_rows(path, lambda header, rows: rows[number].__setitem__(header.index(name), cell))
-
-
 def test_types_are_the_schemas(demo):
     rows = demo.rows
     kinds = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
@@ -133,9 +129,7 @@ def test_columns_newer_than_a_file_are_empty(copy, study):
     assert old["hot"].isna().all()
     pd.testing.assert_frame_equal(old, new)
     change_rows(path, lambda header, rows: drop_columns(header, rows, ["seed"]))
-    with pytest.raises(
-        ResultsError, match=r"missing \['hot', 'silent', 'screened', 'backup', 'batch', 'prompt_tokens', 'seed'\]"
-    ):
+    with pytest.raises(ResultsError, match=r"missing \['hot', .*, 'seed'\]"):
         read_rows(path)
 
 
@@ -185,6 +179,10 @@ def test_damaged_and_incomplete_parquet(study, tmp_path):
         load(copy)
 
 
+OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+TIMED, SYNTHETIC = {"op": "ffn_forward", "plan": "dense"}, {"pattern": "synthetic", "mean_nnz": 10.0}
+
+
 def single(folder, value, date, op="train", **fields):
     study = Study(date=date)
     run = trainings(study)[0]
@@ -192,44 +190,29 @@ def single(folder, value, date, op="train", **fields):
     return folder
 
 
-def test_latest_measurement_wins_and_says_so(tmp_path):
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00")
-    results = load(new, old)
-    assert list(results.rows["value"]) == [4.0]
-    assert len(results.notes) == 1
-    assert str(old) in results.notes[0]
+@pytest.mark.parametrize(
+    "result",
+    [{}, {"mean_nnz": 7.0}, {"power_state": "other"}, {"baseline": "dense_eager"}, {"device": "another", "gpus": 8}],
+)
+def test_latest_measurement_wins_and_says_so(tmp_path, result):
+    """A training on another device is the same training."""
+    old, new = single(tmp_path / "old", 5.0, OLD), single(tmp_path / "new", 4.0, NEW, **result)
+    for sources in ((old, new), (new, old)):
+        results = load(*sources)
+        assert list(results.rows["value"]) == [4.0]
+        (note,) = results.notes
+        assert str(old) in note
 
 
-@pytest.mark.parametrize("result", [{"mean_nnz": 7.0}, {"power_state": "other"}, {"baseline": "dense_eager"}])
-def test_a_later_measurement_wins_with_other_results_beside_its_value(tmp_path, result):
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **result)
-    assert list(load(old, new).rows["value"]) == [4.0]
-
-
-def test_synthetic_patterns_are_told_apart_by_their_nonzeros(tmp_path):
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00", pattern="synthetic", mean_nnz=10.0)
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", pattern="synthetic", mean_nnz=29.0)
-    assert sorted(load(old, new).rows["value"]) == [4.0, 5.0]
-
-
-@pytest.mark.parametrize("other", [{"device": "another"}, {"step": 3}, {"plan": "twell"}])
-def test_other_measurements_are_both_kept(tmp_path, other):
-    timed = {"op": "ffn_forward", "plan": "dense"}
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00", **timed)
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **(timed | other))
-    results = load(old, new)
+@pytest.mark.parametrize(
+    ("fields", "other"),
+    [(TIMED, {"device": "another"}), (TIMED, {"step": 3}), (TIMED, {"plan": "twell"}), (SYNTHETIC, {"mean_nnz": 29.0})],
+)
+def test_other_measurements_are_both_kept(tmp_path, fields, other):
+    old = single(tmp_path / "old", 5.0, OLD, **fields)
+    results = load(old, single(tmp_path / "new", 4.0, NEW, **(fields | other)))
     assert sorted(results.rows["value"]) == [4.0, 5.0]
     assert results.notes == ()
-
-
-def test_a_training_again_on_another_device_replaces_the_first(tmp_path):
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", device="another", gpus=8)
-    results = load(old, new)
-    assert list(results.rows["value"]) == [4.0]
-    assert len(results.notes) == 1
 
 
 def changed_setting(folder, item, section, **values):
@@ -256,7 +239,7 @@ def test_seeds_of_one_training_do_not_differ_in_other_options(tmp_path):
 def test_settings_are_those_of_the_newest_of_two_runs_of_one_name(tmp_path):
     """An earlier run of the name had another learning rate; its rows are replaced, and so are its settings."""
     runs = (Run("first"), Run("second", seed=1))
-    earlier = write_study(tmp_path / "earlier", Study(runs=runs, date="2026-01-01T00:00:00+00:00"))
+    earlier = write_study(tmp_path / "earlier", Study(runs=runs, date=OLD))
     changed_setting(earlier, "second", "optimizer", learning_rate=0.01)
     later = write_study(tmp_path / "later", Study(runs=runs, date="2026-02-01T00:00:00+00:00"))
     for sources in ((earlier, later), (later, earlier)):
@@ -266,8 +249,8 @@ def test_settings_are_those_of_the_newest_of_two_runs_of_one_name(tmp_path):
 
 def test_different_trainings_of_one_name_are_refused(tmp_path):
     """Their curves, which are found by the name, would be one training's alone."""
-    zero = single(tmp_path / "zero", 5.0, "2026-01-01T00:00:00+00:00")
-    one = single(tmp_path / "one", 4.0, "2026-01-02T00:00:00+00:00", seed=1)
+    zero = single(tmp_path / "zero", 5.0, OLD)
+    one = single(tmp_path / "one", 4.0, NEW, seed=1)
     with pytest.raises(
         ResultsError, match=r"zero and .*one hold different trainings \(seed 0 and 1\) of the same name"
     ):
@@ -277,17 +260,17 @@ def test_different_trainings_of_one_name_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["seed", "gated", "l1"])
 def test_a_training_may_lack_what_tells_it_from_others(tmp_path, name):
     """Rows from elsewhere may not say it; that it is unknown in one of two is a difference."""
-    lacks = single(tmp_path / "lacks", 5.0, "2026-01-01T00:00:00+00:00", **{name: None})
+    lacks = single(tmp_path / "lacks", 5.0, OLD, **{name: None})
     assert load(lacks).rows[name].isna().all()
     with pytest.raises(ResultsError, match=rf"different trainings \({name} None and "):
-        load(lacks, single(tmp_path / "says", 4.0, "2026-01-02T00:00:00+00:00"))
+        load(lacks, single(tmp_path / "says", 4.0, NEW))
 
 
 def test_same_file_twice_is_no_conflict_but_a_contradiction_is(tmp_path):
-    one = single(tmp_path / "one", 5.0, "2026-01-01T00:00:00+00:00")
+    one = single(tmp_path / "one", 5.0, OLD)
     shutil.copytree(one, tmp_path / "two")
     assert len(load(one, tmp_path / "two").rows) == 1
-    single(tmp_path / "two", 4.0, "2026-01-01T00:00:00+00:00")
+    single(tmp_path / "two", 4.0, OLD)
     with pytest.raises(ResultsError, match="same date"):
         load(one, tmp_path / "two")
 
@@ -301,11 +284,11 @@ def test_curves_come_from_the_folder_with_the_latest_rows(copy, tmp_path):
 
 
 def test_metrics_without_training_rows(copy):
-    set_cell(copy / "relu" / "rows.csv", 0, "l1", "0.5")
+    change_rows(copy / "relu" / "rows.csv", lambda h, r: r[0].__setitem__(h.index("l1"), "0.5"))
     with pytest.raises(ResultsError, match="rows of one training, got 2"):
         load(copy)
 
 
 def test_values_survive_exactly(tmp_path):
     value = math.pi / 7
-    assert load(single(tmp_path / "one", value, "2026-01-01T00:00:00+00:00")).rows["value"][0] == value
+    assert load(single(tmp_path / "one", value, OLD)).rows["value"][0] == value

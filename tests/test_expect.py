@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_results import Run, Study, row, write_rows
+from synthetic_results import Run, Study, results_of, row
 
 from analysis import expect
 from analysis.explorer import Absent
-from analysis.load import load
 from experiments.bench_kernels import BenchKernelsConfig
 from experiments.run.config import parse
 from twell.testing import make_problem
@@ -58,9 +57,7 @@ def results(tmp_path_factory):
     rows += trained("second", 2e-5, [(nonzeros, share) for nonzeros in (12, 30, 80) for share in (0.35, 0.6)])
     rows += [line for nonzeros in (10.0, 40.0) for line in block("made_up", "csr", nonzeros, 0.0, pattern="synthetic",
              op="ffn_training")]  # fmt: skip
-    folder = tmp_path_factory.mktemp("rows")
-    write_rows(folder / "rows.csv", rows)
-    return load(folder)
+    return results_of(tmp_path_factory.mktemp("rows"), rows)
 
 
 def expected(results, nonzeros, **arguments):
@@ -128,13 +125,11 @@ def test_other_shapes_are_refused_with_the_nearest_and_the_command(results, shap
     assert asked.ops == ["ffn_forward", "ffn_training_stack"]
 
 
-def test_without_any_timed_block_nothing_is_expected(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
-    empty = load(tmp_path)
-    assert isinstance(expect.expected_gain(empty, K, N, 0.01), Absent)
+def test_without_any_timed_block_nothing_is_expected(nothing):
+    assert isinstance(expect.expected_gain(nothing, K, N, 0.01), Absent)
     with pytest.raises(ValueError, match="active is a share, above 0 and at most 1, got 2"):
-        expect.expected_gain(empty, K, N, 2)
-    assert expect.held_out_errors(empty).empty
+        expect.expected_gain(nothing, K, N, 2)
+    assert expect.held_out_errors(nothing).empty
 
 
 def test_errors_are_of_predictions_that_do_not_know_the_model(results):

@@ -2,13 +2,11 @@
 
 import math
 
-import pandas as pd
 import pytest
-from synthetic_results import Study, row, write_rows
+from synthetic_results import Study, results_of, row
 
 from analysis import render
-from analysis.floors import PLANS, WORK, ceilings, floors
-from analysis.load import load
+from analysis.floors import ceilings, floors
 from analysis.summary import kernels
 
 H200 = Study(name="h200", hidden=2048, intermediate=5632, device="A GPU", gpu=True)
@@ -33,11 +31,6 @@ def timed(op, value=8.0, study=H200, **fields):
     return row(study, None, "bench", op, "time", value, pattern="synthetic", **common | fields)
 
 
-def results_of(tmp_path, rows):
-    write_rows(tmp_path / "bench" / "rows.csv", rows)
-    return load(tmp_path)
-
-
 def floor_of(tmp_path, measured, machine=None):
     results = results_of(tmp_path, [*(ceiling_rows() if machine is None else machine), measured])
     own = results.rows[results.rows["metric"] == "time"]
@@ -48,26 +41,17 @@ VECTOR = M * 2048 * 2
 
 
 @pytest.mark.parametrize(
-    ("op", "by_hand"),
+    ("op", "gated", "products", "rows"),
     [
-        ("gate_pack", GATE_MS),
-        ("gated_down", 29 * 2 * VECTOR / 9300e9 * 1e3),
-        ("ffn_forward", GATE_MS + 29 * 2 * VECTOR / 9300e9 * 1e3),  # 7.78: section 5 of the specification has 7.75
-        ("ffn_forward_stats", GATE_MS + 29 * 2 * VECTOR / 9300e9 * 1e3),
-        ("ffn_training", GATE_MS + 29 * 7 * VECTOR / 9300e9 * 1e3),
+        ("gate_pack", True, 1, 0), ("gated_down", True, 0, 2), ("ffn_forward", True, 1, 2),
+        ("ffn_forward_stats", True, 1, 2), ("ffn_training", True, 1, 7), ("ffn_training_stack", True, 1, 7),
+        ("gate_pack", False, 1, 0), ("down", False, 0, 1), ("ffn_forward", False, 1, 1), ("ffn_training", False, 1, 5),
     ],
-)
-def test_floors_of_a_gated_block(tmp_path, op, by_hand):
-    plan = "hybrid" if op == "ffn_training" else "twell"
-    assert floor_of(tmp_path, timed(op, plan=plan)) == pytest.approx(by_hand)
-
-
-@pytest.mark.parametrize(
-    ("op", "products", "rows"), [("gate_pack", 1, 0), ("down", 0, 1), ("ffn_forward", 1, 1), ("ffn_training", 1, 5)]
-)
-def test_floors_of_a_non_gated_block(tmp_path, op, products, rows):
+)  # fmt: skip
+def test_floors_by_hand(tmp_path, op, gated, products, rows):
     by_hand = products * GATE_MS + 29 * rows * VECTOR / 9300e9 * 1e3
-    assert floor_of(tmp_path, timed(op, gated=False), ceiling_rows(gated=False)) == pytest.approx(by_hand)
+    plan = "hybrid" if op == "ffn_training" else "twell"
+    assert floor_of(tmp_path, timed(op, gated=gated, plan=plan), ceiling_rows(gated=gated)) == pytest.approx(by_hand)
 
 
 def test_with_hardly_any_nonzeros_the_tokens_themselves_are_the_floor(tmp_path):
@@ -126,10 +110,3 @@ def test_the_table_of_ceilings(tmp_path):
     assert "| 9,300 |" in text
     assert "| TFLOP/s |" in text
     assert ceilings(results_of(tmp_path / "none", [timed("gate_pack")])).empty
-
-
-def test_every_operation_of_the_plans_has_its_work_for_both_kinds_of_block():
-    blocks = {"ffn_forward", "ffn_forward_stats", "ffn_training", "ffn_training_stack"}
-    assert {"gate_pack", "gated_down", "down", *blocks} == set(WORK)
-    assert all(len(works) == 2 for works in WORK.values())
-    assert pd.Series(PLANS).isin(["twell", "hybrid", "csr"]).all()

@@ -1,10 +1,9 @@
 """The two readings of the paper's L1: which of our rows stand under each, and which is nearer the paper's numbers."""
 
 import pytest
-from synthetic_results import Run, Study, row, write_rows
+from synthetic_results import Run, Study, results_of, row
 
 from analysis.claims import l1_factor
-from analysis.load import load
 
 WIDTH = 5632
 
@@ -23,8 +22,7 @@ def trained(model, tokens, **by_l1):
 
 
 def table(tmp_path, *rows):
-    write_rows(tmp_path / "item" / "rows.csv", [line for of in rows for line in of])
-    return l1_factor.table(load(tmp_path))
+    return l1_factor.table(results_of(tmp_path, [line for of in rows for line in of]))
 
 
 NEAR, FAR = (30.0, 4.0 * 1.019), (0.3, 4.4)  # the paper: 29 of 5,632 active, +1.9%
@@ -71,7 +69,5 @@ def test_the_page_says_where_the_rows_point(tmp_path):
         (one_way + trained("1b", 6e7, none=DENSE, l1_2e5=FAR, l1_128e5=NEAR), "point both ways"),
         (trained("0.5b", 6e7, none=DENSE, l1_2e5=NEAR, l1_128e5=NEAR), "decide nothing"),
     ):
-        write_rows(tmp_path / "item" / "rows.csv", rows)
-        assert f"Our rows {words}." in l1_factor.section(load(tmp_path))
-    write_rows(tmp_path / "item" / "rows.csv", trained("0.5b", 6e7, none=DENSE))
-    assert l1_factor.section(load(tmp_path)) == l1_factor.TEXT
+        assert f"Our rows {words}." in l1_factor.section(results_of(tmp_path, rows))
+    assert l1_factor.section(results_of(tmp_path, trained("0.5b", 6e7, none=DENSE))) == l1_factor.TEXT

@@ -2,18 +2,12 @@
 
 import pandas as pd
 import pytest
-from synthetic_results import Run, Study, row, write_rows
+from synthetic_results import Run, Study, results_of, row
 
 from analysis import catalogue, choose, markdown, report
-from analysis.load import load
 
 STUDY = Study(name="speeds", model="0.5b", gpu=True, device="A GPU")
 RUN = Run("training", 2e-5)
-
-
-def results_of(tmp_path, rows):
-    write_rows(tmp_path / "item" / "rows.csv", rows)
-    return load(tmp_path)
 
 
 def measured(op, plan, backend, tokens, **metrics):

@@ -6,19 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_results import (
-    DEMO,
-    TASKS,
-    Run,
-    Study,
-    layer_nonzeros,
-    row,
-    trainings,
-    validation_loss,
-    write_rows,
-)
+from synthetic_results import DEMO, TASKS, Run, Study, layer_nonzeros, results_of, row, trainings, validation_loss
 
 from analysis import choose, describe, paper, render, stats, tables
+from analysis.gains import gains
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.publish import left_out
@@ -30,14 +21,15 @@ def both(paper, study):
     return load(paper, study)
 
 
-def results_of(tmp_path, rows):
-    write_rows(tmp_path / "item" / "rows.csv", rows)
-    return load(tmp_path)
-
-
-def test_ratio_with_spread_takes_the_widest_bounds():
-    assert stats.ratio_with_spread((6, 5, 8), (2, 1, 4)) == (3, 5 / 4, 8)
-    assert math.isnan(stats.ratio_with_spread((6, 5, 8), (0, 0, 4))[0])
+def test_gains_have_the_widest_bounds_of_both_spreads(tmp_path):
+    about = {"metric": "time", "pattern": "synthetic", "tokens": 8, "mean_nnz": 2.0, "gated": True}
+    dense = {"plan": "dense", "backend": "dense_fused", "value": 6.0, "low": 5.0, "high": 8.0}
+    sparse = {"plan": "twell", "backend": "hopper", "baseline": "dense_fused", "ratio": 3.0, "value": 2.0, "low": 1.0}
+    forms = (dense, sparse | {"high": 4.0}, sparse | {"backend": "triton", "low": 0.0, "high": 4.0})
+    rows = [row(Study(), None, "k", op="ffn_forward", **about | form) for form in forms]
+    data = gains(results_of(tmp_path, rows).rows, "time").set_index("backend")
+    assert data.loc["hopper", ["percent", "percent_low", "percent_high"]].tolist() == pytest.approx([200, 25, 700])
+    assert data.loc["triton", ["percent_low", "percent_high"]].tolist() == pytest.approx([25, 25]), "nothing over 0"
 
 
 def test_pearson_against_its_definition_and_where_undefined():
@@ -230,12 +222,16 @@ def test_scales_shows_ours_and_what_is_missing(demo):
 
 
 def test_changes_are_against_dense_in_the_same_run(both):
-    """Of the model with L1, and not of the one without, which another run may have timed."""
-    frame = tables.scales(both)
-    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)].iloc[0]
+    """Of the model with L1, whose fastest dense form stands below its sparse row, and not of the one without, which
+    another run may have timed."""
+    both_forms = tables.scales(both).query("scale == '1.5B' and source == 'ours' and l1 == 2e-5")
+    assert list(both_forms["sparse"]) == ["yes", "no"]
+    ours, dense = both_forms.iloc[0], both_forms.iloc[1]
+    assert math.isnan(dense["forward_tokens_per_ms_vs_dense_pct"])
     timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and gated and modification == 'none'")
     timed = timed.query("metric == 'throughput' and model == '1.5b'").set_index("backend")["value"]
     assert ours["forward_tokens_per_ms"] == timed["hopper"]
+    assert dense["forward_tokens_per_ms"] == timed["dense_compiled"]
     assert ours["forward_tokens_per_ms_vs_dense_pct"] == pytest.approx(
         (timed["hopper"] / timed["dense_compiled"] - 1) * 100
     )
@@ -244,18 +240,6 @@ def test_changes_are_against_dense_in_the_same_run(both):
     )
     energy = both.rows.query("op == 'model_forward' and metric == 'energy' and l1 == 2e-5 and backend == 'hopper'")
     assert ours["energy_mj_per_token_vs_dense_pct"] == pytest.approx((1 / energy["ratio"].iloc[0] - 1) * 100)
-
-
-def test_the_baseline_of_the_changes_is_in_the_table(both):
-    """The fastest dense form of the model with L1 stands below its sparse row."""
-    frame = tables.scales(both)
-    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)]
-    assert list(ours["sparse"]) == ["yes", "no"]
-    sparse, dense = ours["forward_tokens_per_ms"]
-    assert ours["forward_tokens_per_ms_vs_dense_pct"].iloc[0] == pytest.approx((sparse / dense - 1) * 100)
-    assert math.isnan(ours["forward_tokens_per_ms_vs_dense_pct"].iloc[1])
-    accuracies = tables.tasks(both).query("scale == '1.5B' and l1 == 2e-5 and source == 'ours'")
-    assert set(accuracies["sparse"]) == {""}, "they do not depend on it"
 
 
 def test_means_over_seeds_have_their_interval(sweep):
@@ -377,6 +361,7 @@ def test_tasks_only_have_a_mean_when_all_are_measured(both):
     demo = frame[frame["scale"] == "demo"].iloc[0]
     assert math.isnan(demo["mean"])
     assert demo["piqa"] == 40.0
+    assert demo["sparse"] == "", "accuracies do not depend on it"
     assert "HellaSwag" in demo["note"]
     ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")].iloc[0]
     assert ours["mean"] == pytest.approx(ours[list(TASKS)].astype(float).mean())
@@ -417,16 +402,15 @@ def test_a_span_of_values_that_read_alike_is_one():
 @pytest.mark.slow
 def test_the_summary_says_where_another_device_timed_a_model(both):
     rows = both.rows
-    timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
-    elsewhere = rows.assign(device=rows["device"].mask(timed, "Another GPU"))
-    table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
-    assert table.loc[2e-5, "remark"] == "trained on First GPU, timed on Another GPU and First GPU"
-    assert pd.isna(table.loc[1e-5, "remark"])
     whole = rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
-    elsewhere = rows.assign(device=rows["device"].mask(whole, "Another GPU"))
-    table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
-    assert table.loc[2e-5, "remark"] == "speeds on Another GPU"
-    assert pd.isna(table.loc[1e-5, "remark"])
+    for chosen, remark in (
+        (whole & rows["op"].eq("model_forward"), "trained on First GPU, timed on Another GPU and First GPU"),
+        (whole, "speeds on Another GPU"),
+    ):
+        elsewhere = replace(both, rows=rows.assign(device=rows["device"].mask(chosen, "Another GPU")))
+        table = summary(elsewhere).query("model == '1.5b' and modification == 'none'").set_index("l1")
+        assert table.loc[2e-5, "remark"] == remark
+        assert pd.isna(table.loc[1e-5, "remark"])
 
 
 def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
@@ -526,17 +510,13 @@ def test_texts_are_escaped():
     assert "\\|" in render.markdown(frame)
 
 
-def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
-    results = results_of(tmp_path, [row(Study(), None, "bench", "ffn_forward", "time", 1.0, plan="dense")])
+def test_no_rows_at_all_still_gives_the_papers_tables(nothing):
     for spec in tables.TABLES:
-        frame = spec.make(results)
+        frame = spec.make(nothing)
         assert len(frame) >= len(paper.table(spec.name))
         assert render.markdown(frame)
-    assert summary(results).empty
-    assert layers(results).empty
-    assert kernels(results).empty
-    assert list(generation(results)["note"]) == ["not measured"]
-    assert dead_by_window(results).empty
+    assert all(make(nothing).empty for make in (summary, layers, kernels, dead_by_window))
+    assert list(generation(nothing)["note"]) == ["not measured"]
 
 
 def test_trainings_that_figures_leave_out_are_named(sweep):

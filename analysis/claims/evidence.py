@@ -85,14 +85,12 @@ class Evidence:
 
     @functools.cached_property
     def model(self) -> str:
-        """Name of the sweep's model."""
         if where(self.sweep, op="train", l1=0.0).empty:
             raise Untested("no training without L1 to compare with")
         return self.sweep["model"].iloc[0]
 
     @functools.cached_property
     def recommended(self) -> float:
-        """The recommended L1 value of the sweep's model."""
         l1 = choose.recommended_l1(self.results.rows, self.model)
         if l1 is None or l1 == 0:
             raise Untested("at no L1 value is the held-out cross-entropy within 2%")
@@ -115,7 +113,6 @@ class Evidence:
         return f"{self.model}{trained}, {describe.devices(devices)}"
 
     def seeds(self, l1: float, op: str = "train") -> int:
-        """The number of seeds of the sweep's rows of `op` at this L1 value."""
         return int(where(self.sweep, op=op, l1=l1)["seed"].nunique())
 
     @functools.cached_property

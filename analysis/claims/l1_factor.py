@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis import choose, paper
 from analysis.choose import RECOMMENDED_L1, l1_label, where
+from analysis.figures.quality import published
 from analysis.load import Results
 from analysis.render import NOTHING, markdown, signed, significant, span
 from analysis.summary import summary
@@ -22,7 +23,6 @@ OPEN = "open"
 FACTOR = SEQUENCES // MICRO_BATCH
 READINGS = {"as_written": 1, "times_64": FACTOR}
 WORDS = {"as_written": "as written", "times_64": f"{FACTOR} times"}
-WIDTH = 5632  # neurons of the paper's blocks
 NUMBERS = ["active_pct", "cross_entropy_change_pct", "dead_pct"]
 TEXT = f"""\
 By the released program's code, **L1 in effect = nominal L1 × sequences of a step / sequences of a micro-batch** = \
@@ -45,11 +45,9 @@ saw far fewer tokens.
 
 def _published() -> dict[float, dict[str, float]]:
     """By L1: the share of `active` neurons and the `change` of the cross-entropy in percent, of the paper's 1.5B."""
-    relu = where(paper.table("table3_activations"), activation="relu").set_index("l1")
-    change = (relu["cross_entropy"] / relu["cross_entropy"][0.0] - 1) * 100
-    at = RECOMMENDED_L1
-    active = {at: relu["nonzeros"][at] / WIDTH * 100, 1e-4: 1 / WIDTH * 100}  # "below one at 1e-4" (figure 3)
-    return {l1: {"active_pct": share, "cross_entropy_change_pct": change.get(l1)} for l1, share in active.items()}
+    known, at = published(), RECOMMENDED_L1
+    active = {at: known["active"][at], 1e-4: 1 / paper.WIDTH * 100}  # "below one at 1e-4" (figure 3)
+    return {l1: {"active_pct": a, "cross_entropy_change_pct": known["change"].get(l1)} for l1, a in active.items()}
 
 
 def table(results: Results) -> pd.DataFrame:

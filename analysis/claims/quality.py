@@ -29,7 +29,6 @@ from analysis.render import NOTHING, signed, significant
 ACCURACY_LOSS = 0.5  # points: more than the paper's models lose
 KEEPS_NONZEROS = "dead_neuron_reinit"  # the mitigation that leaves the paper's non-zeros as they are
 SETTLED = 0.1  # non-zeros have settled once they stay within 10% of their last value
-PAPERS_WIDTH = 5632
 
 
 def _percent(share: float) -> str:
@@ -61,20 +60,19 @@ def unregularised(evidence: Evidence) -> Finding:
     for model in alike if len(alike) else [evidence.model]:
         counted = nonzeros_rows(where(choose.equally_trained(where(rows, model=model)), l1=0.0))
         counted = counted.dropna(subset="intermediate")
-        counted = counted.assign(value=counted["value"] / counted["intermediate"].astype("float64"), one=0)
-        shares[model] = stats.over_seeds(counted, ["one"])
-    known = {model: line.iloc[0] for model, line in shares.items() if len(line)}
+        share = counted["value"] / counted["intermediate"].astype("float64")
+        shares[model] = stats.of_seeds(counted.assign(value=share))
+    known = {model: of_seeds.mean() for model, of_seeds in shares.items() if len(of_seeds)}
     if not known:
         raise Untested("non-zeros without L1, or the number of neurons, are not in the rows")
-    theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / PAPERS_WIDTH
-    close = {model: 1 / 1.5 <= line["value"] / theirs <= 1.5 for model, line in known.items()}
-    largest = list(known)[-1]
-    off = [f"{significant(known[name]['value'] / theirs, 2)} times the paper's share at {name}" for name in known]
-    reasons = [text for text, is_close in zip(off, close.values(), strict=True) if not is_close]
+    theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / paper.WIDTH
+    off = {model: share / theirs for model, share in known.items() if not 1 / 1.5 <= share / theirs <= 1.5}
+    reasons = [f"{significant(times, 2)} times the paper's share at {model}" for model, times in off.items()]
     few = "" if len(known) >= choose.FEWEST_SIZES else _sizes_only(len(known))
-    verdict = FAILS if not close[largest] else CONSISTENT if few or reasons else HOLDS
-    ours = ", ".join(f"{_percent(line['value'])} ({model})" for model, line in known.items())
-    return Finding(ours, verdict, [*reasons, few], int(min(line["seeds"] for line in known.values())))
+    largest = list(known)[-1]
+    verdict = FAILS if largest in off else CONSISTENT if few or reasons else HOLDS
+    ours = ", ".join(f"{_percent(share)} ({model})" for model, share in known.items())
+    return Finding(ours, verdict, [*reasons, few], min(len(shares[model]) for model in known))
 
 
 def _sizes_only(number: int) -> str:
@@ -302,8 +300,7 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
 
 def dead(evidence: Evidence) -> Finding:
     l1, bound = evidence.recommended, paper.fact(9, r"more than (\d+)% dead") / 100
-    rows = where(evidence.sweep, l1=l1, metric="dead_fraction", layer=None)
-    rows = rows[rows["value"].notna() & rows["tokens"].notna()]
+    rows = where(evidence.sweep, l1=l1, metric="dead_fraction", layer=None).dropna(subset=["value", "tokens"])
     gathered = where(rows, op="nonzeros")
     windows = stats.over_seeds(where(rows, op="train") if gathered.empty else gathered, ["tokens"])
     if windows.empty:

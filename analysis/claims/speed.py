@@ -70,12 +70,7 @@ def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gai
 
 def papers_gains(op: str, metric: str, gated: bool = True) -> pd.DataFrame:
     """The paper's changes against dense in percent, `published`, by model and L1."""
-    if gated:
-        return published(op)[["model", "l1", metric]].rename(columns={metric: "published"})
-    table = where(paper.table("table4_gating"), gated="no")
-    dense, sparse = where(table, sparse="no").iloc[0], where(table, sparse="yes")
-    change = (sparse["forward_tokens_per_ms"] / dense["forward_tokens_per_ms"] - 1) * 100
-    return pd.DataFrame({"model": sparse["scale"].str.lower(), "l1": sparse["l1"], "published": change})
+    return published(op, gated)[["model", "l1", metric]].rename(columns={metric: "published"})
 
 
 def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) -> Finding:
@@ -108,13 +103,12 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
     few = few[few["model"].isin(theirs.index)]
     short_alike = sign * (theirs.reindex(few["model"]).to_numpy(dtype="float64") - few["percent"])
     reached_alike = 2 * few["model"].nunique() >= len(theirs) and bool((short_alike <= 0).all())
+    its_method = "does not gain at the nominal L1" if len(plain) else "was not timed"
     reasons = [
         "" if enough else f"{pairs} timed",
         "" if some else "no gain beyond its spread",
         "" if reached else _shortfall(same),
-        ""
-        if by_its_method
-        else f"the paper's method {'does not gain at the nominal L1' if len(plain) else 'was not timed'}",
+        "" if by_its_method else f"the paper's method {its_method}",
         "" if reached_alike and by_its_method_alike else f"not shown at {active:g} active",
         barely_trained(choose.longest_trained(measured.rows[measured.rows["model"].isin(shown["model"])])),
         f"{_active(shown)} active neurons (the paper's 1.5B: {active:g})",
@@ -212,9 +206,8 @@ def packing(evidence: Evidence) -> Finding:
     rows, size = evidence.results.rows, ["device", "tokens", "hidden", "intermediate"]
     packed = where(choose.made_for_speed(rows), op="gate_pack", plan=paper.PLAN, metric="time")
     alone = where(rows, op="ceiling_matmul")
-    times = pd.DataFrame(
-        {"packed": packed.groupby(size)["value"].min(), "rate": alone.groupby(size)["value"].max()}
-    ).dropna()
+    best = {"packed": packed.groupby(size)["value"].min(), "rate": alone.groupby(size)["value"].max()}
+    times = pd.DataFrame(best).dropna()
     if times.empty:
         raise Untested("the gate product was not timed with packing and alone, at the same size")
     times = times.reset_index().sort_values("tokens", ascending=False)

@@ -85,7 +85,6 @@ class Absent:
 
     @property
     def sentence(self) -> str:
-        """The sentence that readers see."""
         return f"Not measured here. Missing: {self.missing}.{f' Made by: {self.command}' if self.command else ''}"
 
     def _repr_html_(self) -> str:

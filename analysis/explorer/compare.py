@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import altair as alt
@@ -9,15 +10,7 @@ import pandas as pd
 
 from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
-from analysis.explorer.runs import (
-    RUN,
-    about,
-    gathered,
-    in_most_tables,
-    initial,
-    of_first_model,
-    of_run,
-)
+from analysis.explorer.runs import RUN, about, gathered, in_most_tables, initial, of_first_model, of_run
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.tokens import RAREST, readable
@@ -30,11 +23,12 @@ EITHER = "datum.run === first || datum.run === second"
 
 @view("explorer-two-runs", "Two runs side by side", "by_layer")
 def two_runs(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Any two runs: mean non-zeros by layer and, if both have them, by position, as histograms, and token by token."""
     names = list(runs["label"])
-    panels = [_by_layer(results, runs), _positions(results, runs), _histogram(results, runs), _scatter(results, runs)]
-    there = [panel for panel in panels if panel is not None]
-    rows = [alt.hconcat(*there[at : at + 2]) for at in range(0, len(there), 2)]
+    panels = []
+    for draw in (_by_layer, _positions, _histogram, _scatter):
+        with contextlib.suppress(NotMeasured):
+            panels.append(draw(results, runs))
+    rows = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
     # Of the first model: the run without L1 (of several, the one in the most tables), and the recommended one.
     first = second = initial(results, runs)
     others = of_first_model(runs)
@@ -73,19 +67,15 @@ def _by_layer(results: Results, runs: pd.DataFrame) -> Any:
     return _lines(table[["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip)
 
 
-def _positions(results: Results, runs: pd.DataFrame) -> Any | None:
+def _positions(results: Results, runs: pd.DataFrame) -> Any:
     data = _each(results, runs, "by_position", positions_of)
-    if data is None:
-        return None
     x = alt.X("position:Q", scale=alt.Scale(type="log", nice=False), title="position (tokens, log)")
     y = alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros, all layers (log)")
     return _lines(data[data["mean"] > 0], "by position", "place_zoom", x, y, ["position:Q", "mean:Q"])
 
 
-def _histogram(results: Results, runs: pd.DataFrame) -> Any | None:
+def _histogram(results: Results, runs: pd.DataFrame) -> Any:
     data = _each(results, runs, "histogram", histogram_of)
-    if data is None:
-        return None
     data["middle"] = (data["low"] + data["high"] - 1) / 2
     # The share in a bin depends on the bin's width, and each run has its own bins: the mean of the counts in it.
     data["density"] = data["share"] / (data["high"] - data["low"])
@@ -94,19 +84,21 @@ def _histogram(results: Results, runs: pd.DataFrame) -> Any | None:
     return _lines(data[data["density"] > 0], "over tokens", "count_zoom", x, y, ["low:Q", "high:Q", "density:Q"])
 
 
-def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.DataFrame | None:
-    if table not in results.nonzeros:
-        return None
-    groups = of_run(results, table, runs).groupby("label", sort=False)
-    parts = [make(of_label).assign(run=label) for label, of_label in groups]
-    return pd.concat(parts, ignore_index=True) if parts else None
+def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.DataFrame:
+    groups = _table(results, runs, table).groupby("label", sort=False)
+    return pd.concat([make(of_label).assign(run=label) for label, of_label in groups], ignore_index=True)
 
 
-def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
-    try:
-        tokens = _tokens(results, runs)
-    except NotMeasured:
-        return None
+def _table(results: Results, runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """`of_run` of a table that may lack some of the runs. Raises `NotMeasured` if it lacks all of them."""
+    known = runs.merge(gathered(results, name)[RUN], on=RUN)
+    if known.empty:
+        raise NotMeasured(f"nonzeros_{name}.parquet of these runs")
+    return of_run(results, name, known)
+
+
+def _scatter(results: Results, runs: pd.DataFrame) -> Any:
+    tokens = _tokens(results, runs)
     known = records(pd.DataFrame({"known": [sorted({run for means in tokens["means"] for run in means})]}))
     absent = (
         alt.Chart(known)
@@ -131,8 +123,7 @@ def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
 
 def _tokens(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
     """One line for each token: its text, and `means`, a mapping of runs to mean non-zeros."""
-    known = runs.merge(gathered(results, "by_token")[RUN], on=RUN)
-    table = of_run(results, "by_token", known)
+    table = _table(results, runs, "by_token")
     table = table[table["frequency"] >= RAREST]
     key = ["token_id", "text"]
     frequent = table.groupby(key)["frequency"].max().nlargest(TOKENS).reset_index()

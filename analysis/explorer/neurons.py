@@ -11,20 +11,13 @@ import pandas as pd
 
 from analysis.explorer import masks
 from analysis.explorer.chart import Sketch, choice, nested, records, short, view, zoom
-from analysis.explorer.runs import (
-    about,
-    initial,
-    layer_name,
-    layer_names,
-    of_run,
-)
+from analysis.explorer.runs import about, initial, layer_name, layer_names, of_run
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.layers import GATHER
 from analysis.load import Results
 
 RANKS = 96  # points of a line over the neurons of a layer
 TOGETHER = 36  # neurons of the map of those that fire together
-PAIRS = 12  # of the table
 DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
 FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
@@ -32,7 +25,6 @@ MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and st
 
 @view("explorer-rates", "How often each neuron fires", "by_neuron")
 def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
-    """The firing rates of each layer's neurons, the most active first."""
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
         rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
@@ -64,7 +56,6 @@ def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-together", "Which neurons fire together", "masks", "by_neuron")
 def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Correlation of firing among the neurons of a layer with the strongest partners."""
     runs, left_out = _first(runs)
     rows = []
     for label, layer, mask_TN, _ in _masks(results, runs):
@@ -125,7 +116,6 @@ def pairs(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
 
 @view("explorer-overlap", "How many active neurons two tokens share", "masks", "by_neuron")
 def overlap(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Overlap of the active neurons of two tokens by distance, compared with tokens from distant parts of the text."""
     rows = []
     for label, layer, mask_TN, position_T in _masks(results, runs):
         found = masks.overlap(mask_TN, position_T, DISTANCES)
@@ -150,9 +140,8 @@ def overlap(results: Results, runs: pd.DataFrame) -> Sketch:
     )
     near = base.mark_line(point=True).encode(y=alt.Y("near:Q", title="shared of the neurons active in either (%)"))
     far = base.mark_line(strokeDash=[4, 3]).encode(y="far:Q")
-    chart = (near.add_params(zoom("overlap_zoom")) + far).add_params(
-        choice("run", runs["label"], initial(results, runs))
-    )
+    chart = near.add_params(zoom("overlap_zoom")) + far
+    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)))
     caption = (
         f"Jaccard overlap, mean over pairs of {_tokens(results, runs)} tokens; dashed: two tokens from distant parts "
         "of the text (chance). The excess over a layer's dashed line is what neighbouring tokens share."
@@ -166,12 +155,8 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
         table = table.sort_values("index", kind="stable")
         for layer in masks.layers_of(table):
-            yield (
-                str(label),
-                layer,
-                masks.unpack_masks(table, layer, neurons[label, layer]),
-                table["position"].to_numpy(),
-            )
+            mask_TN = masks.unpack_masks(table, layer, neurons[label, layer])
+            yield str(label), layer, mask_TN, table["position"].to_numpy()
 
 
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
@@ -198,7 +183,6 @@ def _layer_choice(names: Iterable[str]) -> alt.Parameter:
 
 @view("explorer-drift", "Firing rates in training", "in_training")
 def drift(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Rates of single neurons at the recorded steps, and the rank correlation of all rates with the last ones."""
     runs, left_out = _first(runs)
     table = of_run(results, "in_training", runs)
     followed, alike = [], []
@@ -252,7 +236,6 @@ def drift(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-deaths", "Which neurons die, and when", "in_training")
 def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Share of neurons that fire for none of the tokens, by step, and the share of these that fire again later."""
     table = of_run(results, "in_training", runs)
     rows = []
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
@@ -272,10 +255,8 @@ def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
     ]
     lines = base.mark_line(point=True).encode(x=_step_axis(table), color=colour, tooltip=tooltip)
     left = lines.encode(y=alt.Y("silent:Q", title="silent (% of N)")).properties(title="silent neurons")
-    right = lines.transform_filter("datum.back != null")
-    right = right.encode(y=alt.Y("back:Q", title="fire again at a later step (%)")).properties(
-        title="of these, come back"
-    )
+    right = lines.transform_filter("datum.back != null").properties(title="of these, come back")
+    right = right.encode(y=alt.Y("back:Q", title="fire again at a later step (%)"))
     chart = left.add_params(zoom("silent_zoom")) | right.add_params(zoom("back_zoom"))
     chart = chart.add_params(choice("run", runs["label"], initial(results, runs)))
     return Sketch(chart, f"Silent: fires for none of the tokens. {_about_training(table)}", ("run",))

@@ -24,7 +24,6 @@ DETAILS = {
 
 @view("explorer-layers", "Non-zeros by layer", "by_layer")
 def by_layer(results: Results, runs: pd.DataFrame) -> Sketch:
-    """One line over the layers for each run of a model; the legend selects runs."""
     table = of_run(results, "by_layer", runs)
     table = table.assign(model=table["study"] + ", " + table["model"])
     first = ", ".join(runs[["study", "model"]].iloc[0])
@@ -53,7 +52,6 @@ def by_layer(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-distribution", "Non-zeros by token and by position", "histogram", "by_position")
 def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
-    """A histogram over tokens, and the mean by position in the sequence."""
     histogram, position = of_run(results, "histogram", runs), of_run(results, "by_position", runs)
     bars = every_layer(histogram, histogram_of)
     line = every_layer(position, positions_of)
@@ -91,7 +89,6 @@ def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-unions", "Neurons that a group of consecutive tokens activates", "unions", "by_layer")
 def unions(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Share of the neurons that any token of a group activates, and how many tokens share one, by group size."""
     means = results.nonzeros["by_layer"][["study", "item", "layer", "mean"]]
     table = of_run(results, "unions", runs)
     table = table.merge(means, on=["study", "item", "layer"], suffixes=("", "_1"))

@@ -59,7 +59,6 @@ def class_of(text: str) -> str:
 
 @view("explorer-search", "Tokens by their non-zeros", "by_token")
 def search(results: Results, runs: pd.DataFrame) -> Sketch:
-    """The tokens that contain the typed text, with the most or the fewest non-zeros."""
     table, layers = _tokens_of(results, runs)
     token = table["text"].map(readable) + " (" + table["token_id"].astype(str) + ")"
     columns = {"run": table["label"], "token": token, "count": table["count"], "values": table["values"]}
@@ -91,8 +90,6 @@ def search(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-text", "Running text, coloured by non-zeros", "masks", "by_neuron")
 def reading(results: Results, runs: pd.DataFrame) -> Sketch:
-    """The beginning of the held-out text, each token coloured by its non-zeros; tokens that contain the typed text have
-    a frame."""
     neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
     parts, layers = [], set()
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
@@ -141,7 +138,6 @@ def reading(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("explorer-classes", "Non-zeros by class of token", "by_token")
 def classes(results: Results, runs: pd.DataFrame) -> Sketch:
-    """Mean non-zeros of each class of tokens, and its share of the text."""
     table, layers = _tokens_of(results, runs)
     table = table.assign(kind=table["text"].map(class_of))
     rows = []

@@ -33,8 +33,6 @@ PUBLISHED: style.Look = {**style.OPEN, "marker": "o", "color": style.PAPER, "mar
     "is reused.",
 )
 def against_nonzeros(results: Results) -> Sketch:
-    """Speedup over dense on synthetic patterns against mean non-zeros, and against the number of tokens where it was
-    varied; with the floor of the plan, and the published kernels."""
     data = measured(results)
     panels = [panel for op in OPS for gated in KINDS for panel in _panels(where(data, op=op, gated=gated))]
     if not panels:

@@ -27,8 +27,6 @@ LANE = 0.26  # of a row: from one device to the next
     "different checkpoints. Bars: 20th to 80th percentile of the repetitions.",
 )
 def devices(results: Results) -> Sketch:
-    """Speed over dense on each kind of GPU: of one gated block on synthetic patterns, each backend, and of the whole
-    models that two kinds timed. With rows from only one kind: its backends side by side."""
     timed = choose.made_for_speed(where(results.rows, op=(*schema.WHOLE_MODELS, *blocks.OPS)))
     if timed.empty:
         wanted = "rows of model_training with a ratio over dense for gated ReLU models"

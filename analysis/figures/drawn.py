@@ -32,15 +32,12 @@ REPRODUCE = "make reproduce"
 
 class NotMeasured(Exception):
     """The rows that a figure needs do not exist. Holds what is missing and the command that would measure it; `command`
-    is empty if no command on this machine would."""
+    is empty if no command on this machine would. `is_broken`: they exist and cannot be drawn, a defect of this
+    package."""
 
-    def __init__(self, what: str, command: str = REPRODUCE):
+    def __init__(self, what: str, command: str = REPRODUCE, *, is_broken: bool = False):
         super().__init__(what)
-        self.what, self.command = what, command
-
-
-class Broken(NotMeasured):
-    """A figure met data that it cannot draw: a defect of this package."""
+        self.what, self.command, self.is_broken = what, command, is_broken
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        return f"Figure {self.number}" if self.number else self.title
+        return f"Figure {self.number}"
 
     @functools.cached_property
     def png(self) -> bytes:
@@ -157,8 +154,8 @@ class FigureOf:
                 absent.append(missing)
             except DATA_ERRORS as error:
                 reason = not_made(f"figure {self.number}", error)
-                absent.append(Broken(f"rows from which it can be drawn ({reason})", ""))
-        shown = next((cause for cause in absent if isinstance(cause, Broken)), absent[0])
+                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", "", is_broken=True))
+        shown = max(absent, key=lambda cause: cause.is_broken)
         placeholder = _placeholder(self.number, self.title, shown)
         lay_out(placeholder.figure)
         return placeholder, sources[0].name if len(sources) == 1 else ""
@@ -194,4 +191,4 @@ def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
     axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
     made_by = f" Made by: {absent.command}" if absent.command else ""
     caption = f"Not measured yet. Missing: {absent.what}.{made_by}"
-    return Sketch(picture, pd.DataFrame(), caption, absent.what, isinstance(absent, Broken))
+    return Sketch(picture, pd.DataFrame(), caption, absent.what, absent.is_broken)

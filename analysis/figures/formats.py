@@ -37,7 +37,6 @@ WIDE, HIGH = 39.0, 31.4  # the drawing's size in cells
     "ELL and longer rows in a dense backup.",
 )
 def format_diagram(results: Results) -> Sketch:
-    """One small matrix of activations and its ELL, TwELL and hybrid layouts; needs no rows."""
     h_MN = example()
     picture = Figure(figsize=(style.WIDTH, style.WIDTH * HIGH / WIDE))
     axes = picture.add_axes((0, 0, 1, 1))

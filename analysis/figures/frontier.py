@@ -38,8 +38,6 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "Blocks: alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
-    """Held-out cross-entropy against the measured time of the whole model's forward pass, and against that of its
-    blocks, both relative to the dense ReLU model with the most neurons; a line of panels for each size of models."""
     data = points(results)
     sizes = data["scale"].unique()
     picture, grid = style.panels(len(sizes), 2, 0.5 + 2.8 * len(sizes), sharey="row")
@@ -113,8 +111,7 @@ def _runs(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
     """The time of all blocks of a model, each in its fastest form: `blocks`, and `pruned` without silent neurons."""
-    timed = where(rows, op="ffn_forward", metric="time")
-    timed = timed[timed["layer"].notna() & timed["value"].notna()]
+    timed = where(rows, op="ffn_forward", metric="time").dropna(subset=["layer", "value"])
     is_pruned = timed["plan"].isin(schema.LIVE_PLANS.values())
     each = {
         name: part.groupby([*TRAINING, "layer"])["value"].min().groupby(TRAINING).sum()
@@ -130,13 +127,9 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
     if relu.empty:
         return runs.iloc[:0].assign(kind="", **dict.fromkeys(MEANS, np.nan))
     base = relu.iloc[-1]
+    plain = runs["activation"].map({"relu": DENSE}).fillna(SILU)
     runs = runs.assign(
-        kind=[
-            (DENSE if line.activation == "relu" else SILU)
-            if line.l1 == 0
-            else KINDS.get(line.modification, line.modification)
-            for line in runs.itertuples()
-        ],
+        kind=runs["modification"].replace(KINDS).mask(runs["l1"] == 0, plain),
         change=(runs["validation_cross_entropy"] / base["validation_cross_entropy"] - 1) * 100,
         train_change=(runs["cross_entropy"] / base["cross_entropy"] - 1) * 100,
         **{name: runs[name] / base[name] * 100 for name in ("time", "energy", "step")},

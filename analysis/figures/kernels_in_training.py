@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from analysis import schema
-from analysis.choose import l1_label, where
+from analysis.choose import RUN, l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.training import running
@@ -19,7 +19,6 @@ SAME = [
     "study", "model", "layers", "hidden", "intermediate", "activation", "gated", "l1", "modification", "tokens",
     "step", "device",
 ]  # fmt: skip
-RUN = ["study", "item"]
 DESCRIBED = [*RUN, "label", "seed", "backend", "against"]
 LOSSES = ["cross_entropy", "validation_cross_entropy"]
 WHOLE_MODEL, BY_LAYER = (*LOSSES, "seconds", "tokens_per_s"), ("nonzeros", "capacity")
@@ -37,8 +36,6 @@ TRAIN = "python -m experiments.train model=0.5b sparsity.l1=2e-5"
     "smoothed; points: held-out text.",
 )
 def kernels_in_training(results: Results) -> Sketch:
-    """The cross-entropy's difference from the dense run of the same seed, with the difference between seeds for
-    comparison; and non-zeros, sparse layers and throughput."""
     runs = _runs(results)
     data = _records(results.curves, runs)
     looks = _looks(runs)

@@ -67,8 +67,6 @@ STACKED = {"ffn_training_stack": "four copies of each layer, as in a model", "ff
     "reused.",
 )
 def layer_speed(results: Results) -> Sketch:
-    """Time ratio over dense by layer of trained models, with every neuron sparse, hot neurons by index, neurons
-    sorted by firing rate and silent neurons left out; with the floor of the first in each layer."""
     return _sketch(results, FORWARD)
 
 
@@ -81,8 +79,6 @@ def layer_speed(results: Results) -> Sketch:
     "they read each row once.",
 )
 def layer_training_speed(results: Results) -> Sketch:
-    """Time ratio over dense of forward and backward by layer of trained models, with every neuron sparse, and with hot
-    neurons by index; with the floor of the first in each layer."""
     return _sketch(results, TRAINING)
 
 
@@ -94,8 +90,6 @@ def layer_training_speed(results: Results) -> Sketch:
     "implementation. Hot neurons, those that fire most, are computed by dense products.",
 )
 def layers_against_nonzeros(results: Results) -> Sketch:
-    """Time ratio over dense of every layer that was timed against its mean non-zeros, for plans that keep all
-    neurons."""
     shown, lacks = [], []
     for kind in (FORWARD, TRAINING):
         data = choose.whole_function(_measured(results, kind))

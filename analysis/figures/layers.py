@@ -30,20 +30,16 @@ CAPTION = (
 
 @figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1", CAPTION)
 def recommended(results: Results) -> Sketch:
-    """Mean and maximum non-zeros by layer, and each layer's contribution to the speedup, at the recommended L1."""
     return _by_layer(results, "the recommended L1 value", lambda model, _: choose.recommended_l1(results.rows, model))
 
 
 @figure("10", "figure10_layers_unregularised", "non-zeros and time saved by layer, without L1", CAPTION)
 def unregularised(results: Results) -> Sketch:
-    """The same as figure 6 for the model trained without L1."""
     return _by_layer(results, "L1 = 0", lambda _, values: 0.0 if 0.0 in values else None)
 
 
 @figure("11", "figure11_layers_strongest", "non-zeros and time saved by layer, largest L1", CAPTION)
 def strongest(results: Results) -> Sketch:
-    """The same as figure 6 for the largest L1 value."""
-
     def largest(model: str, values: set[float]) -> float | None:
         """Largest L1 value of a model, None where figure 6 shows all that was gathered."""
         above, gathered = values - {0.0}, where(choose.relu_runs(results.rows), op="nonzeros", metric="nonzeros")
@@ -62,7 +58,6 @@ def strongest(results: Results) -> Sketch:
     "group that share such a neuron: reading each weight row once for the group saves at most this factor.",
 )
 def unions(results: Results) -> Sketch:
-    """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
     data = at_recommended(results, "unions")
     if data.empty:
         raise NotMeasured("nonzeros_unions.parquet at the recommended L1 value", GATHER)
@@ -84,8 +79,7 @@ def unions(results: Results) -> Sketch:
     left.set(title="(a) active for any token of a group", ylabel="active neurons (% of N)", ylim=(0, None))
     right.set(title="(b) tokens sharing an active neuron", ylabel="tokens per active neuron")
     style.log_axis(right.yaxis)
-    handles, labels = left.get_legend_handles_labels()
-    picture.legend(handles, labels, title="tokens per group", loc="outside right center")
+    picture.legend(*left.get_legend_handles_labels(), title="tokens per group", loc="outside right center")
     model, l1 = data[["model", "l1"]].iloc[0]
     trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=model))
     runs = choose.trainings(choose.equally_trained(trained))

@@ -35,8 +35,6 @@ MEANS = ["change", "train_change", "live", "time", "pruned"]
     "of firing rate r takes min(1, 0.325 + 47 r); open: silent ones nothing.",
 )
 def narrow_dense(results: Results) -> Sketch:
-    """Cross-entropy on (a) held-out and (b) training text against the weights of neurons that ever fire, and (c)
-    against the estimated time of the blocks, relative to the dense model with all neurons."""
     data = points(results)
     panels = [("held-out text", "live", "change"), ("training text", "live", "train_change")]
     if where(data, kind=tuple(KINDS.values()))["time"].notna().any():

@@ -31,8 +31,6 @@ MODELS = {"model_forward": "whole models: forward", "model_training": "whole mod
     "trained, so their own quality is not shown.",
 )
 def overview(results: Results) -> Sketch:
-    """Against the share of active neurons: (a) speed over dense of the gated block, for our kernels and the published
-    ones, and of whole models; (b) held-out cross-entropy in the L1 sweep."""
     speed, quality = blocks.fastest_on_synthetic(results), _quality(results)
     speed = speed[speed["mean_nnz"] <= MOST_NONZEROS]
     if speed["mean_nnz"].nunique() < FEWEST_POINTS or len(quality) < FEWEST_POINTS:

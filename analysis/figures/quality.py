@@ -13,7 +13,7 @@ from analysis.load import Results
 from analysis.measures import accuracies_over_seeds, nonzeros_rows, task_accuracies
 from analysis.render import significant
 
-FEWEST_VALUES = 3
+FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 
 
 @figure(
@@ -24,8 +24,6 @@ FEWEST_VALUES = 3
     "lowest to highest seed. Stars: the paper's model; coefficients of models of different shape are not comparable.",
 )
 def by_l1(results: Results) -> Sketch:
-    """Held-out cross-entropy, active neurons in % of N and mean accuracy over the seven tasks (if measured), against
-    the L1 value, as means over seeds; beside them, the paper's model."""
     rows = choose.sweep(results.rows, "evaluate")
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
     active = _active(rows)
@@ -86,10 +84,9 @@ def published() -> dict[str, pd.Series]:
     cross-entropy in percent against L1 = 0 from table 3."""
     gated = where(paper.table("table4_gating"), gated="yes").set_index("l1")
     relu = where(paper.table("table3_activations"), activation="relu").set_index("l1").sort_index()
-    intermediate = paper.table("table2_hyperparameters").set_index("name").loc["intermediate_size", "gated"]
     return {
         "accuracy": gated["mean_task_accuracy_pct"],
-        "active": relu["nonzeros"] / float(intermediate) * 100,
+        "active": relu["nonzeros"] / paper.WIDTH * 100,
         "change": (relu["cross_entropy"] / relu["cross_entropy"].loc[0.0] - 1) * 100,
     }
 

@@ -29,8 +29,6 @@ THE_PAPERS = 1500.0  # millions of parameters of the model that `published` is a
     "highest seed.",
 )
 def model_sizes(results: Results) -> Sketch:
-    """Active neurons in % of N, the change of held-out cross-entropy by the L1 term, and mean accuracy over the tasks
-    that are above chance (if measured), against the number of parameters, as means over seeds."""
     rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
     rows = choose.equally_trained(rows)
     models = list(rows["model"].drop_duplicates())

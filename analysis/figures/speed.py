@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,18 +34,12 @@ LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
 LIMIT: style.Look = {"color": style.PAPER, "linestyle": (0, (4, 3)), "linewidth": 0.9}
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One column of figures 4 and 5: metric, title, and the pattern of a limit in the paper's facts."""
 
     metric: str
     title: str
     limit: str = ""
-
-    @property
-    def sign(self) -> int:
-        """+1 where more is better."""
-        return 1 if self.metric in schema.LARGER_IS_BETTER else -1
 
 
 @figure(
@@ -57,7 +51,6 @@ class Panel:
     "trained models more active neurons than its own.",
 )
 def forward_gains(results: Results) -> Sketch:
-    """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
     speed = Panel("throughput", "throughput, more is better", r"up to (\d+)% speedup")
     energy = Panel("energy", "energy per token, less is better")
     return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
@@ -72,7 +65,6 @@ def forward_gains(results: Results) -> Sketch:
     "has a larger batch than its dense one.",
 )
 def training_gains(results: Results) -> Sketch:
-    """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
     speed = Panel("throughput", "throughput, more is better", r"up to (\d+)% speedup")
     memory = Panel("peak_memory", "peak memory, less is better", r"more than (\d+)% less peak memory")
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
@@ -93,8 +85,7 @@ def fastest_forms(rows: pd.DataFrame) -> pd.DataFrame:
 def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
     """A row of panels for each form, a column for each metric; models on the x axis, a colour for each L1 value."""
     rows = choose.sparse_models(choose.relu_runs(where(results.rows, op=op)))
-    if not choose.made_for_speed(rows).empty:
-        rows = choose.main_device(choose.made_for_speed(rows), ["model", "l1"])
+    rows = choose.main_device(choose.made_for_speed(rows), ["model", "l1"])
     timed = {panel: _forms(gains(rows, panel.metric)) for panel in panels}
     speed = timed[panels[0]]
     if speed.empty:
@@ -116,7 +107,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
             _points(axes, where(data, form=name), places)
             axes.plot(places.of(printed, BESIDE), printed[panel.metric], zorder=2, **style.PAPER_POINTS)
             if panel.limit:
-                percent = panel.sign * paper.fact(number, panel.limit)
+                limit = paper.fact(number, panel.limit)
+                percent = limit if panel.metric in schema.LARGER_IS_BETTER else -limit
                 ends = [places.models.index(LIMITS_OF)] * 2 if LIMITS_OF in places.models else [0, len(ticks) - 1]
                 axes.plot([ends[0] - 0.45, ends[1] + 0.45], [percent] * 2, **LIMIT)
             style.percent_axis(axes.yaxis)

@@ -28,7 +28,6 @@ SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
     "are left out; ␣ is a space. (b) Mean over sequences; both axes are logarithmic.",
 )
 def tokens_and_positions(results: Results) -> Sketch:
-    """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
     tokens, positions = at_recommended(results, "by_token"), at_recommended(results, "by_position")
     positions = positions.merge(tokens[choose.RUN].drop_duplicates(), on=choose.RUN)
     tokens, positions = choose.first_seed(tokens), choose.first_seed(positions)
@@ -44,9 +43,7 @@ def tokens_and_positions(results: Results) -> Sketch:
     by_position = positions[["model", "l1", "layer", "position", "mean", "tokens"]]
     data = pd.concat([of_tokens.assign(panel="tokens"), by_position.assign(panel="positions")], ignore_index=True)
     run = positions.iloc[0]
-    counted = where(results.rows, op="nonzeros", metric="nonzeros", study=run["study"], item=run["item"])[
-        "tokens"
-    ].max()
+    counted = where(results.rows, op="nonzeros", metric="nonzeros", **run[choose.RUN])["tokens"].max()
     named = f"{run['model']}, L1 {l1_label(run['l1'])}, {describe.seeds(positions['seed'])}"
     return Sketch(picture, data, named + ("." if pd.isna(counted) else f": {counted:,.0f} tokens."))
 

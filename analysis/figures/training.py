@@ -15,12 +15,10 @@ from analysis import choose, describe, stats
 from analysis.choose import RUN, l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.quality import range_over_seeds
+from analysis.figures.quality import FEWEST_VALUES, range_over_seeds
 from analysis.load import Results
-from analysis.render import significant
 
 SMOOTHING = 0.02  # standard deviation of the smoothing kernel, as a share of the steps
-FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 COLOURS = dict(zip(choose.MODIFICATIONS, style.CATEGORIES, strict=False))
 SPARSITY = (
     "(a) Mean over layers. (b) Neurons that no token of an optimizer step activates: their share depends on the "
@@ -36,7 +34,6 @@ SPARSITY = (
     "cross-entropy against the run without L1 of the same seed. Lines: means over seeds; bands: 95% intervals.",
 )
 def curves_by_l1(results: Results) -> Sketch:
-    """Training and validation cross-entropy against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     by = ["model", "metric", "l1", "step", "tokens"]
     training = stats.over_seeds(_smooth(_whole_model(curves, "cross_entropy")), by)
@@ -75,7 +72,6 @@ def curves_by_l1(results: Results) -> Sketch:
     f"Colours: mitigations; dashes: their other L1 values. {SPARSITY}",
 )
 def mitigation(results: Results) -> Sketch:
-    """Mean non-zeros and dead fraction against the step for no mitigation, reinitialisation and L1 warm-up."""
     curves, trained = _with_seeds(results, where(results.curves, activation="relu", gated=True))
     changed = curves[curves["modification"] != "none"]
     if changed.empty:
@@ -100,7 +96,6 @@ def mitigation(results: Results) -> Sketch:
 
 @figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value", SPARSITY)
 def sparsity_by_l1(results: Results) -> Sketch:
-    """Mean non-zeros and dead fraction against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
@@ -195,5 +190,4 @@ def _legend(picture: Figure, axes: Axes, title: str) -> None:
 
 def _note(trained: pd.DataFrame) -> str:
     """The trainings, and the tokens of a step, on which the number of dead neurons depends."""
-    tokens = " or ".join(significant(float(value), 4) for value in sorted(set(trained["tokens"].dropna())))
-    return f"{describe.brief(trained)} A step has {tokens} tokens."
+    return f"{describe.brief(trained)} A step has {describe.listed(trained['tokens'], ' or ')} tokens."

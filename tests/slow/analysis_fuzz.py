@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pandas as pd
-
-from analysis import schema
+from synthetic_results import write_rows
 
 Row = dict[str, str]
 Rows = list[Row]
@@ -163,7 +162,7 @@ def reduce(source: Path, out: Path) -> Path:
     out.mkdir(parents=True)
     with (source / "rows.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["l1"] in KEPT_L1 and row["item"] != "kernels_gated_small"]
-    write_csv(out / "rows.csv", rows)
+    write_rows(out / "rows.csv", rows)
     items = {row["item"] for row in rows}
     for path in source.glob("*.parquet"):
         frame = pd.read_parquet(path)
@@ -179,13 +178,6 @@ def reduce(source: Path, out: Path) -> Path:
     return out
 
 
-def write_csv(path: Path, rows: Rows) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, schema.NAMES, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def alter(source: Path, out: Path, seed: int) -> list[str]:
     """Write an altered copy of the data of a built folder; returns the names of the alterations, for the message."""
     random = Random(seed)
@@ -198,6 +190,6 @@ def alter(source: Path, out: Path, seed: int) -> list[str]:
     for change in random.choices(ALTERATIONS, k=random.randint(1, 3)):
         rows = change(rows, random) or rows[:1]
         names.append(f"{change.__name__} {change.__closure__[0].cell_contents if change.__closure__ else ''}".strip())
-    write_csv(out / "rows.csv", rows)
+    write_rows(out / "rows.csv", rows)
     _alter_tables(out, rows, random, damage=random.random() < 0.3)
     return names

@@ -3,15 +3,15 @@
 `FUZZ_CASES=500 FUZZ_SEED=1000 pytest tests/slow/test_analysis_fuzz.py` tries more than the suite does.
 """
 
-import dataclasses
 import os
 import random
+from dataclasses import replace
 
 import analysis_fuzz
 import pandas as pd
 import pytest
 from analysis_fuzz import alter, reduce
-from synthetic_results import Run, Study, row, write_rows, write_study
+from synthetic_results import Run, Study, results_of, row, write_rows, write_study
 
 from analysis import catalogue, claims, page, publish, render
 from analysis.build import main
@@ -84,7 +84,7 @@ UNKNOWN = dict.fromkeys(analysis_fuzz.UNKNOWN)
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
     """Statistics of a model that was not trained here, as gather_nonzeros writes them."""
-    folder = write_study(tmp_path_factory.mktemp("runs"), dataclasses.replace(FOREIGN, l1=(0.0,), sweep=True))
+    folder = write_study(tmp_path_factory.mktemp("runs"), replace(FOREIGN, l1=(0.0,), sweep=True))
     item = next(folder.glob("nonzeros_*"))
     own = load(item).rows
     kept = own.astype(object).where(own.notna(), None).to_dict("records")
@@ -110,15 +110,14 @@ def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_pa
 
 @pytest.mark.filterwarnings("error::analysis.load.NotMade")
 def test_speed_of_a_model_from_elsewhere(tmp_path):
-    study = dataclasses.replace(FOREIGN, gpu=True, device="A GPU")
+    study = replace(FOREIGN, gpu=True, device="A GPU")
     same = {"tokens": 64, "pattern": "own", "mean_nnz": 9.0, "n": 3, "baseline": "dense_eager"} | UNKNOWN
     rows = [
         row(study, Run("x"), "bench", "model_forward", "throughput", value, plan=plan, backend=backend, low=value,
             high=value, ratio=value / 100, **same)
         for plan, backend, value in (("dense", "dense_eager", 100.0), ("twell", "hopper", 130.0))
     ]  # fmt: skip
-    write_rows(tmp_path / "bench" / "rows.csv", rows)
-    drawn = FIGURES[3](load(tmp_path))
+    drawn = FIGURES[3](results_of(tmp_path, rows))
     assert drawn.data["percent"].tolist() == pytest.approx([30.0])
     legend = [text.get_text() for text in drawn.figure.legends[0].get_texts()]
     assert "L1 unknown (9 non-zeros)" in legend
@@ -129,10 +128,10 @@ def broken(results):
 
 
 def test_an_item_that_cannot_be_made_says_why_and_the_others_are_made(few_items, tmp_path, monkeypatch, capsys):
-    write_study(tmp_path / "runs", dataclasses.replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
+    write_study(tmp_path / "runs", replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
     some = (figure("1", "figure_broken", "a broken figure")(broken), FIGURES[0])
     monkeypatch.setattr(publish, "FIGURES", some)
-    monkeypatch.setattr(catalogue, "ALL", (dataclasses.replace(catalogue.ALL[0], make=broken),))
+    monkeypatch.setattr(catalogue, "ALL", (replace(catalogue.ALL[0], make=broken),))
     code = main([f"source={tmp_path / 'runs'}", f"out={tmp_path / 'out'}"])
     assert code == 1
     told = capsys.readouterr().err
@@ -154,7 +153,7 @@ def test_what_was_not_measured_is_no_defect(recwarn):
 
 
 def test_a_build_that_fails_leaves_the_folder_as_it_was(few_items, tmp_path, monkeypatch):
-    write_study(tmp_path / "runs", dataclasses.replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
+    write_study(tmp_path / "runs", replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
     build(tmp_path / "runs", tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("of the user")
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}

@@ -1,15 +1,15 @@
 """The explorer: its charts have the right data, Vega-Lite accepts them, and labels of runs are unique."""
 
-import dataclasses
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
-from synthetic_results import DEMO, NEURONS, Study, row, write_rows, write_study
+from synthetic_results import NEURONS, Study, write_study
 
 from analysis import dictionary, explorer
 from analysis.explorer import masks, neurons
@@ -41,11 +41,9 @@ def test_vega_lite_draws_every_chart_with_its_title_and_caption(draw, demo):
     assert json.dumps(again.specification) == json.dumps(chart.specification), "the same rows give the same bytes"
 
 
-def test_every_chart_says_what_is_missing(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
-    empty = load(tmp_path)
+def test_every_chart_says_what_is_missing(nothing):
     for draw in (*explorer.CHARTS, explorer.pairs, explorer.fates):
-        absent = draw(empty)
+        absent = draw(nothing)
         assert isinstance(absent, explorer.Absent)
         assert "Missing: nonzeros_" in absent.sentence
         assert "python -m experiments." in absent.sentence
@@ -60,9 +58,18 @@ def test_shares_of_a_histogram_add_up(demo):
         assert all(low < high for low, high in zip(record["low"], record["high"], strict=True))
 
 
+def test_two_runs_stand_side_by_side_where_only_another_has_tokens_and_positions(demo):
+    """Of the runs that have a line for each layer."""
+    one = demo.nonzeros["by_layer"]["item"].iloc[0]
+    other = {name: table[table["item"] == one] for name, table in demo.nonzeros.items()}
+    other["by_layer"] = demo.nonzeros["by_layer"].query("item != @one")
+    chart = explorer.two_runs(replace(demo, nonzeros=other))
+    assert [len(row["hconcat"]) for row in chart.specification["vconcat"]] == [1]
+
+
 def test_texts_of_tokens_stay_data(study, tmp_path):
     frame = pd.read_parquet(study / "nonzeros_relu" / "nonzeros_by_token.parquet").assign(text='"}<script>alert(1)')
-    hostile = dataclasses.replace(load(study), nonzeros={"by_token": frame})
+    hostile = replace(load(study), nonzeros={"by_token": frame})
     chart = explorer.search(hostile)
     assert all(token.startswith('"}<script>') for record in data_of(chart) for token in record["token"])
     vl_convert.vegalite_to_svg(dict(chart.specification), vl_version=VEGA_LITE)
@@ -119,12 +126,10 @@ def test_a_run_and_its_training_have_one_label_in_all_tables(tmp_path):
     assert initial(results, gathered(results, "in_training")) == "demo, L1 2e-5, seed 0"
 
 
-def test_tables_without_rows_have_their_columns(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
-    empty = load(tmp_path)
-    assert explorer.first_run(empty) == ""
+def test_tables_without_rows_have_their_columns(nothing):
+    assert explorer.first_run(nothing) == ""
     for name in ("by_layer", "by_token", "masks"):
-        shown = explorer.table(empty, name)
+        shown = explorer.table(nothing, name)
         assert shown.empty
         assert {"run", *dictionary.TABLES[name].names} == set(shown.columns)
 

@@ -225,28 +225,24 @@ LATER = dataclasses.replace(STUDY, name="later", date="2031-01-02T03:04:05+00:00
 EARLIER = dataclasses.replace(STUDY, name="earlier", date="2021-01-02T03:04:05+00:00")
 
 
-@pytest.mark.parametrize(
-    ("others", "chosen"),
-    [
-        ([Training("s", "hopper", steps=200, study=BIGGER), Training("d", steps=200, study=BIGGER)], {"s", "d"}),
-        ([Training("s", "hopper", steps=500, study=ANOTHER), Training("d", steps=500, study=ANOTHER)], {"s", "d"}),
-        ([Training("s", "hopper", steps=200, study=ANOTHER), Training("d", steps=200, study=ANOTHER)], {"a_auto", "c"}),
-        ([Training("s", "hopper", l1=1e-4), Training("d", l1=1e-4), Training("e", l1=1e-4, seed=1)], {"s", "d", "e"}),
-        ([Training("s", "hopper", study=BIGGER), Training("d", study=BIGGER, seed=1)], {"a_auto", "c"}),
-        ([Training("s", "hopper", study=LATER), Training("d", study=LATER)], {"s", "d"}),
-        ([Training("s", "hopper", study=EARLIER), Training("d", study=EARLIER)], {"a_auto", "c"}),
-    ],
-    ids=[
-        "the largest model",
-        "the most tokens",
-        "not fewer tokens",
-        "the most runs",
-        "only with the seed's dense run",
-        "of two alike the latest",
-        "not an earlier one",
-    ],
-)
-def test_the_choice_among_groups(tmp_path, others, chosen):
+def pair(dense_seed=0, **fields):
+    return [Training("s", "hopper", **fields), Training("d", seed=dense_seed, **fields)]
+
+
+GROUPS = {
+    "the largest model": (pair(steps=200, study=BIGGER), {"s", "d"}),
+    "the most tokens": (pair(steps=500, study=ANOTHER), {"s", "d"}),
+    "not fewer tokens": (pair(steps=200, study=ANOTHER), {"a_auto", "c"}),
+    "the most runs": ([*pair(l1=1e-4), Training("e", l1=1e-4, seed=1)], {"s", "d", "e"}),
+    "only with the seed's dense run": (pair(dense_seed=1, study=BIGGER), {"a_auto", "c"}),
+    "of two alike the latest": (pair(study=LATER), {"s", "d"}),
+    "not an earlier one": (pair(study=EARLIER), {"a_auto", "c"}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_choice_among_groups(tmp_path, name):
+    others, chosen = GROUPS[name]
     figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE, *others))
     assert set(figure.data["item"]) == chosen
 

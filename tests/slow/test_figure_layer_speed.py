@@ -1,6 +1,6 @@
 """Figures E, F and I: layers of trained models with every treatment of the neurons, from rows of both benchmarks."""
 
-import dataclasses
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,8 +11,8 @@ from synthetic_results import (
     Study,
     ceiling_rows,
     layer_nonzeros,
+    results_of,
     row,
-    write_rows,
     write_study,
 )
 
@@ -27,7 +27,7 @@ GPU = Study(
     name="full", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=3, gpu=True, device="A GPU", speed=1.2,
     tasks=(), l1=(0.0, 2e-5, 1e-4),
 )  # fmt: skip
-SMALL = dataclasses.replace(GPU, name="small", model="0.5b", layers=5, l1=(0.0, 1e-4))
+SMALL = replace(GPU, name="small", model="0.5b", layers=5, l1=(0.0, 1e-4))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,7 @@ def mask_rows(
 
 
 def loaded(folder, *rows):
-    write_rows(folder / "k" / "rows.csv", [one for part in rows for one in part])
-    return load(folder)
+    return results_of(folder, [one for part in rows for one in part])
 
 
 def test_a_model_with_the_control_alone_is_left_out(tmp_path):

@@ -1,10 +1,10 @@
 """analysis.figures: what is drawn equals the rows, gaps say so, bytes repeat, nothing is cut off, colours print."""
 
-import dataclasses
 import itertools
 import math
 import string
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -18,10 +18,10 @@ from synthetic_results import (
     Run,
     Study,
     layer_nonzeros,
+    results_of,
     row,
     sparse_speed,
     validation_loss,
-    write_rows,
     write_study,
 )
 
@@ -32,19 +32,12 @@ from analysis.figures.blocks import fastest_on_synthetic
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
 
-SECOND = dataclasses.replace(PAPER, name="second", device="Second GPU", speed=1.5)
+SECOND = replace(PAPER, name="second", device="Second GPU", speed=1.5)
 
 
 @pytest.fixture(scope="module")
 def devices(paper, tmp_path_factory):
     return load(paper, write_study(tmp_path_factory.mktemp("runs"), SECOND))
-
-
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    write_rows(folder / "item" / "rows.csv", [row(DEMO, None, "item", "ffn_other", "time", 1.0, plan="dense")])
-    return load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +143,7 @@ def test_each_form_of_a_whole_model_has_its_row_of_panels(devices):
     rows = devices.rows
     sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper")]
     both = pd.concat([rows, sparse.assign(backend="triton")], ignore_index=True)
-    alone, beside = (figures.forward_gains(dataclasses.replace(devices, rows=some)) for some in (rows, both))
+    alone, beside = (figures.forward_gains(replace(devices, rows=some)) for some in (rows, both))
     assert set(alone.data["form"]) == {"the paper's method in every layer"}
     assert [title.split("\n")[1] for title in titles(alone)] == ["the paper's method in every layer"] * 2
     forms = [title.split("\n")[1] for title in titles(beside)]
@@ -196,7 +189,7 @@ def test_layer_parts_sum_to_the_speedup_and_correlate(drawn):
 
 def test_layers_without_times_still_show_the_counts(demo):
     rows = demo.rows[demo.rows["op"] != "ffn_forward"]
-    figure = figures.recommended(dataclasses.replace(demo, rows=rows))
+    figure = figures.recommended(replace(demo, rows=rows))
     assert not figure.is_placeholder
     assert "time of each layer" in figure.missing
     assert len(figure.figure.axes) == 1, "no empty panel"
@@ -206,7 +199,7 @@ def test_correlation_needs_eight_layers(demo, drawn):
     """Pearson's r of four points says nothing; of twelve layers it is in the panel."""
     assert "r = " in texts_of(drawn["paper"][5].figure.axes[1])
     few = demo.rows.assign(backend=demo.rows["backend"].replace("reference", "hopper"))
-    parts = figures.recommended(dataclasses.replace(demo, rows=few)).figure.axes[1]
+    parts = figures.recommended(replace(demo, rows=few)).figure.axes[1]
     assert "all layers: " in texts_of(parts)
     assert "r = " not in texts_of(parts)
 
@@ -241,18 +234,21 @@ def test_tokens_are_those_of_the_lowest_seed(sweep):
 
 @pytest.mark.slow
 def test_a_figure_comes_from_the_first_source_that_has_it(tmp_path):
-    both = side_by_side(
-        write_study(tmp_path, dataclasses.replace(PAPER, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, DEMO)
-    )
+    both = side_by_side(write_study(tmp_path, replace(PAPER, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, DEMO))
     assert figures.curves_by_l1(both).source == "demo", "two L1 values are no sweep"
     assert figures.training_gains(both).source == "h200"
     assert figures.kernels_in_training(both).source == ""
 
 
+def timed_beside(sweep, devices, *l1, **columns):
+    """The sweep, which was not timed, and the large model as one device timed it, at these L1 values; with other cells
+    in its `columns`."""
+    timed = devices.rows[devices.rows["device"].eq("First GPU") & devices.rows["l1"].isin(l1)].assign(**columns)
+    return replace(sweep, rows=pd.concat([sweep.rows, timed], ignore_index=True))
+
+
 def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
-    rows = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
-    rows = rows[~((rows["model"] == "1.5b") & ~rows["l1"].isin([0.0, 2e-5, 1e-4]))]
-    figure = figures.recommended(dataclasses.replace(sweep, rows=rows))
+    figure = figures.recommended(timed_beside(sweep, devices, 0.0, 2e-5, 1e-4))
     assert list(figure.data["model"].unique()) == ["1.5b", "21m"]
     assert titles(figure) == [
         "(a) non-zeros: 1.5b, L1 2e-5", "(b) time saved, 1.5b: sorted",
@@ -264,13 +260,10 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
 
 def test_layers_that_are_slower_sparse_stay_dense_but_with_the_papers_method(sweep, devices):
     """Each layer of a tuned model is dense or sparse, as is faster."""
-    timed = devices.rows[devices.rows["device"] == "First GPU"]
-    timed = timed[~((timed["model"] == "1.5b") & ~timed["l1"].isin([0.0, 2e-5]))].copy()
-    slow = (timed["op"] == "ffn_forward") & (timed["l1"] == 0.0) & (timed["layer"] == 2) & (timed["plan"] != "dense")
+    rows = timed_beside(sweep, devices, 0.0, 2e-5).rows
+    slow = (rows["op"] == "ffn_forward") & (rows["l1"] == 0.0) & (rows["layer"] == 2) & (rows["plan"] != "dense")
     assert slow.any()
-    timed.loc[slow, "ratio"] = 0.25
-    results = dataclasses.replace(sweep, rows=pd.concat([sweep.rows, timed], ignore_index=True))
-    figure = figures.unregularised(results)
+    figure = figures.unregularised(replace(sweep, rows=rows.assign(ratio=rows["ratio"].mask(slow, 0.25))))
     own = figure.data.query("model == '1.5b'").set_index("layer")
     left = own["left_dense"].astype(bool)
     assert left[2]
@@ -287,28 +280,23 @@ def test_layers_that_are_slower_sparse_stay_dense_but_with_the_papers_method(swe
 
 
 def test_the_second_model_of_the_layers_is_the_first_timed_one_with_that_l1_value(sweep, devices):
-    timed = devices.rows[devices.rows["device"] == "First GPU"]
-    other = timed.assign(model="0.5b", study="other")
-    rows = pd.concat([sweep.rows, timed[timed["l1"] == 1e-4], other[other["l1"].isin([0.0, 2e-5])]], ignore_index=True)
-    results = dataclasses.replace(sweep, rows=rows)
+    other = timed_beside(sweep, devices, 0.0, 2e-5, model="0.5b", study="other")
+    results = timed_beside(other, devices, 1e-4)
     assert list(figures.recommended(results).data["model"].unique()) == ["0.5b", "21m"]
     assert list(figures.strongest(results).data["model"].unique()) == ["1.5b", "21m"]
 
 
 def test_the_largest_l1_does_not_show_the_layers_of_the_recommended_one_again(sweep, devices):
-    both = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
-    other = both["model"] == "1.5b"
-    at_recommended = dataclasses.replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5]))])
-    assert list(figures.strongest(at_recommended).data["model"].unique()) == ["21m"]
-    stronger = dataclasses.replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5, 1e-4]))])
-    assert list(figures.strongest(stronger).data["model"].unique()) == ["1.5b", "21m"]
+    for l1, models in (((0.0, 2e-5), ["21m"]), ((0.0, 2e-5, 1e-4), ["1.5b", "21m"])):
+        shown = figures.strongest(timed_beside(sweep, devices, *l1))
+        assert list(shown.data["model"].unique()) == models
 
 
 def test_rare_tokens_are_left_out(demo):
     table = demo.nonzeros["by_token"]
     rare = table["token_id"] == table["token_id"].max()
     changed = table.assign(frequency=table["frequency"].where(~rare, 2.0**-15), mean=table["mean"].where(~rare, 1e6))
-    figure = figures.tokens_and_positions(dataclasses.replace(demo, nonzeros=demo.nonzeros | {"by_token": changed}))
+    figure = figures.tokens_and_positions(replace(demo, nonzeros=demo.nonzeros | {"by_token": changed}))
     shown = figure.data.query("panel == 'tokens'")
     assert shown["mean"].max() < 1e6
     assert len(shown) == 2 * tokens.SHOWN
@@ -341,7 +329,7 @@ def test_mitigation_compares_at_the_same_l1(drawn):
 
 def test_a_mitigation_has_the_same_colour_whichever_others_were_trained(demo):
     def colours(curves):
-        axes = figures.mitigation(dataclasses.replace(demo, curves=curves)).figure.axes[0]
+        axes = figures.mitigation(replace(demo, curves=curves)).figure.axes[0]
         return {line.get_label(): line.get_color() for line in axes.lines}
 
     curves = demo.curves
@@ -357,7 +345,7 @@ def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
     first = devices.rows[devices.rows["device"] == "First GPU"]
     second = devices.rows[(devices.rows["device"] == "Second GPU") & devices.rows["l1"].eq(2e-5)]
     rows = pd.concat([first, second.assign(model="1b"), second], ignore_index=True)
-    shown = figures.forward_gains(dataclasses.replace(devices, rows=rows))
+    shown = figures.forward_gains(replace(devices, rows=rows))
     where_timed = shown.data.groupby("model")["device"].agg(set).to_dict()
     assert where_timed == {"1.5b": {"First GPU"}, "1b": {"Second GPU"}}
     labels = [label.get_text() for label in shown.figure.axes[0].get_xticklabels()]
@@ -366,21 +354,21 @@ def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
 
 def test_models_without_l1_are_drawn_if_there_are_no_others(devices):
     dense = devices.rows[devices.rows["l1"].eq(0)]
-    alone = figures.forward_gains(dataclasses.replace(devices, rows=dense.assign(model="1b")))
+    alone = figures.forward_gains(replace(devices, rows=dense.assign(model="1b")))
     assert set(alone.data["model"]) == {"1b"}
     beside = pd.concat([devices.rows, dense.assign(model="1b")], ignore_index=True)
-    assert set(figures.forward_gains(dataclasses.replace(devices, rows=beside)).data["model"]) == {"1.5b"}
+    assert set(figures.forward_gains(replace(devices, rows=beside)).data["model"]) == {"1.5b"}
 
 
 def test_two_devices_are_needed(devices, drawn):
     both = drawn["paper"][11]
     assert set(both.data["device"]) == {"First GPU", "Second GPU"}
     assert both.missing == ""
-    one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])
+    one = replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])
     backends = figures.devices(one)
     assert backends.missing == "a second kind of GPU"
     assert set(backends.data["backend"]) == {"hopper", "triton"}
-    alone = dataclasses.replace(one, rows=one.rows[one.rows["backend"] != "triton"])
+    alone = replace(one, rows=one.rows[one.rows["backend"] != "triton"])
     assert "there is First GPU" in figures.devices(alone).missing
 
 
@@ -391,7 +379,7 @@ def titles(sketch):
 def test_whole_models_on_two_devices_are_those_that_both_timed(devices):
     rows = devices.rows
     only_here = rows["device"].eq("Second GPU") & rows["op"].eq("model_training") & ~rows["l1"].eq(2e-5)
-    shown = figures.devices(dataclasses.replace(devices, rows=rows[~only_here]))
+    shown = figures.devices(replace(devices, rows=rows[~only_here]))
     assert titles(shown)[2:] == ["(c) whole models: training step", "(d) whole models: forward"]
     steps = shown.data[shown.data["op"] == "model_training"]
     assert steps.groupby("device")["l1"].agg(tuple).to_dict() == {"First GPU": (2e-5,), "Second GPU": (2e-5,)}
@@ -409,11 +397,11 @@ def test_whole_models_on_two_devices_are_those_that_both_timed(devices):
 
 def test_whole_models_where_no_block_was_timed(devices):
     rows = devices.rows[devices.rows["op"].isin(("model_forward", "model_training"))]
-    alone = figures.devices(dataclasses.replace(devices, rows=rows))
+    alone = figures.devices(replace(devices, rows=rows))
     assert titles(alone) == ["(a) whole models: training step", "(b) whole models: forward"]
     assert [handle.get_label() for handle in alone.figure.legends[0].legend_handles] == ["Second GPU", "First GPU"]
     third = rows[rows["device"].eq("Second GPU") & rows["op"].eq("model_training")].assign(device="Third GPU")
-    three = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, third], ignore_index=True)))
+    three = figures.devices(replace(devices, rows=pd.concat([rows, third], ignore_index=True)))
     shown = three.data.groupby("op")["device"].agg(set)
     assert shown["model_training"] == {"First GPU", "Second GPU", "Third GPU"}
     assert shown["model_forward"] == {"First GPU", "Second GPU"}
@@ -423,7 +411,7 @@ def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devic
     rows = devices.rows[~devices.rows["op"].isin(("model_training", "model_forward"))]
     only_here = (rows["device"] == "First GPU") & (rows["backend"] == "hopper") & (rows["op"] == "ffn_training")
     faster = rows[only_here].assign(plan="hybrid_hot", ratio=99.0)  # a plan that the second device does not have
-    shown = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
+    shown = figures.devices(replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
     assert shown.missing == "whole models on two devices"
     assert titles(shown) == ["(a) one block: forward and backward", "(b) one block: forward"]
     assert set(shown.data["device"]) == {"First GPU", "Second GPU"}
@@ -446,7 +434,7 @@ def test_unions_without_the_non_zeros_of_their_layers(demo, value, said):
     rows = demo.rows
     changed = rows["value"].where(~((rows["op"] == "nonzeros") & (rows["metric"] == "nonzeros")), value)
     (draw,) = (draw for draw in FIGURES if draw.number == "A")
-    assert said in draw(dataclasses.replace(demo, rows=rows.assign(value=changed))).missing
+    assert said in draw(replace(demo, rows=rows.assign(value=changed))).missing
 
 
 def test_an_axis_without_a_value_above_zero_stays_linear():
@@ -470,10 +458,10 @@ def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_draw
     rows = rows.assign(plan=rows["plan"].mask(both, "by_layer"))
     faster = {name: rows[both][name] * 2 for name in ("value", "low", "high", "ratio")}
     twin = rows[both].assign(backend="hopper_compiled", **faster)
-    shown = figures.training_gains(dataclasses.replace(devices, rows=pd.concat([rows, twin], ignore_index=True)))
+    shown = figures.training_gains(replace(devices, rows=pd.concat([rows, twin], ignore_index=True)))
     assert set(shown.data.query("l1 == 2e-5")["backend"]) == {"hopper_compiled"}
     assert set(shown.data.query("l1 == 1e-5")["backend"]) == {"hopper"}
-    alone = figures.training_gains(dataclasses.replace(devices, rows=rows)).data.query("l1 == 2e-5")
+    alone = figures.training_gains(replace(devices, rows=rows)).data.query("l1 == 2e-5")
     for metric in set(alone["metric"]):
         (drawn,), (plain,) = (
             data[data["metric"] == metric].to_dict("records") for data in (shown.data.query("l1 == 2e-5"), alone)
@@ -485,7 +473,7 @@ def test_of_a_step_that_was_timed_with_fewer_tokens_too_the_most_count(devices):
     rows = devices.rows
     steps = rows[(rows["op"] == "model_training") & (rows["l1"] == 2e-5)]
     fewer = steps.assign(tokens=steps["tokens"] // 2, ratio=steps["ratio"] * 1.5, value=steps["value"] * 1.5)
-    both = dataclasses.replace(devices, rows=pd.concat([rows, fewer], ignore_index=True))
+    both = replace(devices, rows=pd.concat([rows, fewer], ignore_index=True))
     alone, shown = figures.training_gains(devices), figures.training_gains(both)
     pd.testing.assert_frame_equal(shown.data, alone.data)
 
@@ -496,7 +484,7 @@ def test_the_papers_training_plan_is_told_apart(devices):
     own = (rows["op"] == "model_training") & (rows["plan"] != "dense")
     papers = rows[own].assign(plan="hybrid", backup=1 / 8, ratio=0.5)
     ours = rows.assign(plan=rows["plan"].mask(own, "by_layer"))
-    both = dataclasses.replace(devices, rows=pd.concat([ours, papers], ignore_index=True))
+    both = replace(devices, rows=pd.concat([ours, papers], ignore_index=True))
     shown = figures.training_gains(both)
     assert "the paper's method in every layer" in set(shown.data["form"])
 
@@ -508,9 +496,9 @@ def test_a_step_that_only_a_sparse_model_fits_is_not_compared(devices):
     sparse = (rows["op"] == "model_training") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)
     more = {name: rows[sparse][name] * 3 for name in ("value", "low", "high", "ratio", "tokens")}
     both = pd.concat([rows, rows[sparse].assign(**more)], ignore_index=True)
-    alone, shown = figures.training_gains(devices), figures.training_gains(dataclasses.replace(devices, rows=both))
+    alone, shown = figures.training_gains(devices), figures.training_gains(replace(devices, rows=both))
     pd.testing.assert_frame_equal(shown.data, alone.data)
-    pd.testing.assert_frame_equal(tables.scales(dataclasses.replace(devices, rows=both)), tables.scales(devices))
+    pd.testing.assert_frame_equal(tables.scales(replace(devices, rows=both)), tables.scales(devices))
 
 
 H200 = Study(name="h200", hidden=2048, intermediate=5632, gpu=True, device="NVIDIA H200")
@@ -547,9 +535,7 @@ def blocks(tmp_path_factory):
     rows += block_rows("ffn_forward", 2048, 28.9, {("twell", "hopper"): 0.19})
     rows += block_rows("ffn_forward", 131072, 28.87, {("twell", "hopper"): 8.3}, gated=False)
     rows += block_rows("ffn_forward_graph", 131072, 28.9, {("twell", "hopper"): 1e-4})
-    folder = tmp_path_factory.mktemp("runs")
-    write_rows(folder / "k" / "rows.csv", rows)
-    return load(folder)
+    return results_of(tmp_path_factory.mktemp("runs"), rows)
 
 
 def test_the_floor_is_the_best_ratio_that_the_plan_can_reach(blocks):
@@ -595,7 +581,7 @@ def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(block
     assert set(published.index) == {*((131072, nonzeros) for nonzeros in (10, 29, 60, 120, 200)), (2048, 29)}
     assert published.loc[(131072, 29), "ratio"] == 1.65
     assert set(published.index[published["wrong"]]) == {(131072, 120), (131072, 200)}
-    other = dataclasses.replace(blocks, rows=blocks.rows.assign(device="Another GPU"))
+    other = replace(blocks, rows=blocks.rows.assign(device="Another GPU"))
     assert not figures.against_nonzeros(other).data["published"].any()
 
 
@@ -605,7 +591,7 @@ def test_blocks_of_another_size_are_not_in_the_overview(blocks):
     rows = blocks.rows
     small = rows[rows["pattern"].str.startswith("synthetic")].head(40)
     small = small.assign(hidden=512, intermediate=1056, ratio=small["ratio"] * 9, item=small["item"] + "_small")
-    mixed = dataclasses.replace(blocks, rows=pd.concat([rows, small], ignore_index=True))
+    mixed = replace(blocks, rows=pd.concat([rows, small], ignore_index=True))
     pd.testing.assert_frame_equal(fastest_on_synthetic(mixed), alone)
 
 
@@ -613,7 +599,7 @@ def test_the_overview_has_whole_models_at_their_active_neurons(devices):
     """And names the L1 values that several models have."""
     first = devices.rows[devices.rows["device"] == "First GPU"]
     another = first[first["op"].eq("model_forward") & first["l1"].eq(2e-5)].assign(model="1b")
-    shown = figures.overview(dataclasses.replace(devices, rows=pd.concat([first, another], ignore_index=True)))
+    shown = figures.overview(replace(devices, rows=pd.concat([first, another], ignore_index=True)))
     above, below = shown.figure.axes
     assert [text.get_text() for text in above.texts] == ["dense", "L1 2e-5"]
     models = shown.data.query("op == 'model_forward'").set_index(["model", "l1"])

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 import pytest
 from nbclient import NotebookClient
 from synthetic_results import DEMO, row, write_rows
@@ -20,7 +19,6 @@ from tiny_run import make_run
 
 from analysis.explorer.chart import MIME
 from analysis.publish import write_data
-from analysis.render import Shown
 from experiments.run.errors import RunError
 from experiments.run_notebooks import NotebooksConfig, cells_hash, execute, main, results_hash
 
@@ -117,14 +115,6 @@ def test_exported_pages_have_interactive_charts(executed, tmp_path):
     for call, chart in zip(calls, charts, strict=True):
         assert f'id="chart-{call[1]}"' in page
         assert json.JSONDecoder().raw_decode(page, call.end())[0] == chart
-
-
-def test_tables_escape_their_texts():
-    table = Shown(pd.DataFrame({"token": ["<img src=x onerror=alert(1)>", "a & b"], "mean": [1.0, 2.0]}))
-    shown = table._repr_html_()
-    assert "<img" not in shown
-    assert "&lt;img src=x onerror=alert(1)&gt;" in shown
-    assert "a &amp; b" in shown
 
 
 # --- as they are committed --------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """analysis.build and analysis.page: everything is written, the page stands alone, a rebuild gives the same bytes."""
 
 import base64
-import dataclasses
 import html.parser
 import io
 import json
@@ -10,11 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 from PIL import Image
-from synthetic_results import DEMO, TASKS, Study, row, trainings, write_rows, write_study
+from synthetic_results import DEMO, TASKS, Study, trainings, write_study
 
 from analysis import build as program
 from analysis import explorer, page, provenance, publish
@@ -157,7 +157,7 @@ def test_page_says_where_the_numbers_come_from(text, study):
 def test_rows_of_a_changed_working_tree_are_marked(study):
     results = load(study)
     dirty = results.rows.assign(dirty=results.rows["op"] == "evaluate")
-    lines = provenance.table(dataclasses.replace(results, rows=dirty)).set_index("working tree")
+    lines = provenance.table(replace(results, rows=dirty)).set_index("working tree")
     assert lines.loc["changed", "operations"] == "evaluate"
     assert "evaluate" not in lines.loc["clean", "operations"]
 
@@ -197,9 +197,8 @@ def test_the_page_is_written_last(built, folder):
     assert (folder / "index.html").stat().st_mtime_ns >= max(others)
 
 
-def test_the_page_says_when_nothing_was_gathered(tmp_path):
-    write_rows(tmp_path / "item" / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
-    text = page.html_page(load(tmp_path), [], [], [])
+def test_the_page_says_when_nothing_was_gathered(nothing):
+    text = page.html_page(nothing, [], [], [])
     assert "No non-zeros were gathered." in text
     assert "python -m experiments.gather_nonzeros" in text
     assert "vegaEmbed" not in text
