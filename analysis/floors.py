@@ -80,7 +80,7 @@ def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
     rows_of_plans = rows["plan"].isin(PLANS) & rows["op"].isin(WORK) & rows[["gated", "mean_nnz"]].notna().all(axis=1)
     index, rows = rows.index, rows[rows_of_plans]
     kinds = [WORK[op][0 if gated else 1] for op, gated in zip(rows["op"], rows["gated"], strict=True)]
-    work = pd.DataFrame(kinds, columns=Work._fields, index=rows.index)
+    work = pd.DataFrame(kinds, columns=Work._fields, index=rows.index, dtype="float64")
     tokens, hidden, intermediate = (rows[name].astype("float64") for name in ("tokens", "hidden", "intermediate"))
     vector_bytes = tokens * hidden * ELEMENT_BYTES
 

@@ -40,14 +40,14 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame, metric: str) -> pd.DataFrame:
     """The widest bounds of each row's ratio, from its spread and, where known, the baseline's; NaN over 0."""
-    key = [*SAME_RUN, "baseline"]
+    key, ends = [*SAME_RUN, "baseline"], ["low", "high"]
     known = dense.drop(columns="baseline").rename(columns={"backend": "baseline"}).drop_duplicates(key, keep=False)
-    base = rows[key].merge(known[[*key, "low", "high"]], on=key, how="left").set_index(rows.index)
+    base = rows[key].merge(known[[*key, *ends]], on=key, how="left").set_index(rows.index)[ends]
     larger = metric in schema.LARGER_IS_BETTER
     value = rows["value"] / rows["ratio"] if larger else rows["value"] * rows["ratio"]
-    base = base[["low", "high"]].apply(lambda column: column.fillna(value))
+    base = base.apply(lambda column: column.fillna(value))
     above, below = (rows, base) if larger else (base, rows)
-    below = below[["low", "high"]].where(below[["low", "high"]] != 0)
+    below = below[ends].where(below[ends] != 0)
     return pd.DataFrame({"low": above["low"] / below["high"], "high": above["high"] / below["low"]})
 
 

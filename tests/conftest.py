@@ -154,6 +154,7 @@ def backends(monkeypatch, own_clock):
     def forget():
         registry._probed.clear()
         registry._resolve.cache_clear()
+        registry._can_run.cache_clear()
 
     yield register
     forget()

@@ -369,6 +369,13 @@ def test_the_layout_is_that_of_gradients_and_of_an_optimizers_state(block):
     assert down.grad.stride() == optimizer.state[down]["exp_avg"].stride() == down.stride()
 
 
+def test_compiled_model():
+    model = sparsify(llama(), keep_stats=True)
+    wanted = model(TOKENS, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
+
+
 def test_another_activation_must_be_replaced_explicitly():
     model = llama(activation="silu")
     with pytest.raises(ValueError, match=r'layers.0.mlp has the activation SiLU.*pass activation="relu"'):

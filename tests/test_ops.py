@@ -355,14 +355,14 @@ def test_what_is_saved_has_the_promised_shapes(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("stats", "how"),
+    ("stats", "how", "dtype", "most"),
     [
-        (True, {"backend": "aot_eager", "dynamic": True}),
-        pytest.param(False, {"backend": "aot_eager", "dynamic": False}, marks=pytest.mark.slow),
-        pytest.param(True, {"backend": "inductor"}, marks=pytest.mark.slow),
+        (True, {"backend": "aot_eager", "dynamic": True}, torch.float64, 1e-13),
+        pytest.param(False, {"backend": "aot_eager", "dynamic": False}, torch.float64, 1e-13, marks=pytest.mark.slow),
+        pytest.param(True, {"backend": "inductor"}, torch.float32, 1e-5, marks=pytest.mark.slow),
     ],
 )
-def test_compile_fullgraph(backend, stats, how):
+def test_compile_fullgraph(backend, stats, how, dtype, most):
     def loss(x, w_gate, w_up, w_down):
         y, seen = run_ffn(x, w_gate, w_up, w_down, backend=backend, stats=stats)
         total = y.square().sum()
@@ -370,13 +370,13 @@ def test_compile_fullgraph(backend, stats, how):
 
     compiled = torch.compile(loss, fullgraph=True, **how)
     for gated in (True, False):
-        ours, plain = leaves(make(gated)), leaves(make(gated))
+        ours, plain = leaves(make(gated, dtype=dtype)), leaves(make(gated, dtype=dtype))
         compiled(*ours).backward()
         loss(*plain).backward()
         for a, b in zip(ours, plain, strict=True):
-            assert a is None or relative_error(a.grad, b.grad) < 1e-12
+            assert a is None or relative_error(a.grad, b.grad) < most
         with torch.no_grad():
-            assert relative_error(compiled(*ours), loss(*ours)) < 1e-13
+            assert relative_error(compiled(*ours), loss(*ours)) < most
 
 
 @pytest.mark.slow

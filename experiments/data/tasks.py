@@ -58,10 +58,11 @@ def find_file(folder: Path, task: str) -> Path:
     Raises:
         FileNotFoundError: if there is none; the message names the files looked for.
     """
-    for suffix in SUFFIXES:
-        if (path := folder / f"{task}{suffix}").is_file():
+    paths = [folder / f"{task}{suffix}" for suffix in SUFFIXES]
+    for path in paths:
+        if path.is_file():
             return path
-    raise FileNotFoundError(f"no task file {task}.jsonl, {task}.jsonl.xz or {task}.jsonl.gz in {folder}")
+    raise FileNotFoundError(f"no task file {', '.join(path.name for path in paths)} in {folder}")
 
 
 def read_records(path: Path, task: str) -> list[dict[str, Any]]:

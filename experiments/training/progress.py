@@ -20,17 +20,19 @@ class Progress:
         self._name, self._total = name, total
         if mode == "auto":
             mode = "bar" if sys.stderr.isatty() else "lines"
-        self._bar = tqdm(total=total, initial=done, desc=name, unit="step", disable=mode != "bar")
+        self._bar = tqdm(total=total, initial=done, desc=name, unit="step") if mode == "bar" else None
         self._lines = mode == "lines"
         self._started, self._first = time.monotonic(), done
         self._next_line = self._started
 
     def step(self) -> None:
-        self._bar.update(1)
+        if self._bar is not None:
+            self._bar.update(1)
 
     def show(self, done: int, **values: Any) -> None:
         """Values of a logged step: cross_entropy, tokens_per_s, nonzeros (the mean over layers)."""
-        self._bar.set_postfix_str(_text(values))
+        if self._bar is not None:
+            self._bar.set_postfix_str(_text(values))
         now = time.monotonic()
         if self._lines and (now >= self._next_line or done == self._total):
             self._next_line = now + _LINE_EVERY_S
@@ -39,7 +41,8 @@ class Progress:
             log.info("%s: step %d/%d, %s, %s left", self._name, done, self._total, _text(values), left)
 
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _text(values: dict[str, Any]) -> str:

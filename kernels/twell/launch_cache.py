@@ -36,7 +36,7 @@ class LaunchCache:
         self.get = self._entries.get
 
     def put(self, key: Hashable, value: Any) -> None:
-        if len(self._entries) >= self.most:
+        if len(self._entries) >= self.most and key not in self._entries:
             self._entries.clear()
         self._entries[key] = value
 

@@ -21,7 +21,7 @@ from slurm.records import Job, Report, Submission, config_digest, note_submitted
 RUNS = 2000
 # Of the time that the machine needs just to parse the configurations of the runs: its speed does not count, more than
 # linear work does.
-STATUS_LIMIT, COLLECT_LIMIT = 8, 20
+STATUS_LIMIT, COLLECT_LIMIT = 5, 20
 LAYERS, RECORDS = 8, 20
 UNITS = {"nonzeros": 30.0, "dead_fraction": 0.3, "throughput": 100.0}
 
