@@ -70,7 +70,7 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
         return answers[len(asked) - 1]
 
     def can_run():
-        return registry.can_run("reference", torch.device("cpu"), torch.float32, 8, 24, True, False)
+        return registry.can_run("reference", torch.device("cpu"), torch.float32, 8, 24)
 
     monkeypatch.setattr(registry, "_probed", {})
     monkeypatch.setattr(registry, "_can_run", functools.cache(registry._can_run.__wrapped__))

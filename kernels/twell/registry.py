@@ -97,15 +97,15 @@ def why_not(
 
 
 @torch.compiler.assume_constant_result
-def can_run(backend: str, *kind: Any) -> bool:
-    """Whether this backend can run calls of this kind, the fields of a `Request`: for torch.compile to ask while
-    tracing, and for every call, of which none repeats a tiny launch that failed."""
-    return _can_run(backend, *kind)
+def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
+    """Whether this backend can run a gated block of this kind in inference: for torch.compile to ask while tracing, and
+    for every call, of which none repeats a tiny launch that failed."""
+    return _can_run(backend, device, dtype, hidden, intermediate)
 
 
 @functools.cache
-def _can_run(backend: str, *kind: Any) -> bool:
-    return _why_not(backend, Request(*kind)) is None
+def _can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
+    return _why_not(backend, Request(device, dtype, hidden, intermediate, gated=True, training=False)) is None
 
 
 def _why_not(name: str, request: Request) -> str | None:

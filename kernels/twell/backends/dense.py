@@ -72,7 +72,7 @@ def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, act
     if captured and LAUNCHES.get((_H_AT_ONCE, x_MK.device)) is None:
         return False
     intermediate, hidden = map(operator.index, w_up_NK.shape)  # under torch.compile they may be symbols
-    return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate, True, False)
+    return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
 
 
 def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
