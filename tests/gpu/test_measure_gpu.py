@@ -17,6 +17,7 @@ from twell.testing import plain_ffn
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+BRIEFLY = ("timing.seconds=0.3", "timing.settle_seconds=0.05")
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_kernel_rows_on_the_gpu(tmp_path):
         "backends=[]",
         f"run.dir={tmp_path}",
     ]
-    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*arguments, "timing.seconds=0.3", "device=cuda"]))
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*arguments, *BRIEFLY, "device=cuda"]))
     rows = read_rows(tmp_path / "rows.csv")
     times = {row["backend"]: row for row in rows if row["op"] == "ffn_forward" and row["metric"] == "time"}
     assert {"dense_eager", "dense_compiled", "dense_fused", "reference"} <= set(times)
@@ -144,7 +145,7 @@ def test_kernel_rows_on_the_gpu(tmp_path):
 
 def test_rows_of_fp8_on_the_gpu(tmp_path):
     arguments = ["tokens=[1000]", "hidden=256", "intermediate=1024", "mean_nnz=[10]", "backends=[]", "device=cuda"]
-    arguments += ["ops=[ffn_forward]", "dense=[dense_eager,dense_fp8]", f"run.dir={tmp_path}", "timing.seconds=0.3"]
+    arguments += ["ops=[ffn_forward]", "dense=[dense_eager,dense_fp8]", f"run.dir={tmp_path}", *BRIEFLY]
     bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
     rows = [row for row in read_rows(tmp_path / "rows.csv") if row["plan"] == "dense_fp8" and row["metric"] == "time"]
     assert [0 < row["check_error"] < 0.25 for row in rows] == [True]
@@ -158,7 +159,7 @@ def test_rows_with_neurons_in_order_on_the_gpu(tmp_path):
         "ops=[ffn_forward]",
         f"backends=[{backend},{backend}+hot,{backend}+ordered,{backend}+live,dense+live]",
     ]
-    arguments += [f"run.dir={tmp_path}", "timing.seconds=0.3", "device=cuda"]
+    arguments += [f"run.dir={tmp_path}", *BRIEFLY, "device=cuda"]
     bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
     rows = {row["plan"]: row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"}
     assert list(rows) == ["dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live"]
@@ -171,7 +172,7 @@ def test_rows_of_a_forward_in_a_cuda_graph(tmp_path):
     """Dense forms read all weights from device memory, so they take at least as long as that; a time that was not
     divided by the number of copies, some thirty, would be far longer."""
     arguments = ["tokens=[1,64]", "hidden=1024", "intermediate=4096", "mean_nnz=[10]", f"run.dir={tmp_path}"]
-    arguments += ["ops=[ceiling_copy,ffn_forward_graph]", "timing.seconds=0.3", "device=cuda"]
+    arguments += ["ops=[ceiling_copy,ffn_forward_graph]", *BRIEFLY, "device=cuda"]
     bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
     rows = read_rows(tmp_path / "rows.csv")
     copied = next(row["value"] for row in rows if row["op"] == "ceiling_copy")  # GB/s
