@@ -171,7 +171,7 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
             f"{render.span(models['step_speed'], times)} times; whole trainings of "
             f"{', '.join(whole['model'].unique())}, dense at first, "
             f"{render.span(whole['whole_speed'], times)} times, with "
-            f"{render.span(whole['step_memory_pct'], share)} more memory.",
+            f"{render.span(whole['step_memory_pct'], share)} more memory at the start.",
             f"* **The paper's method**, every neuron sparse, nothing compiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
@@ -201,7 +201,7 @@ def _at_equal_time(results: Results) -> str:
     seeds += " seed" if compared["seeds"].max() == 1 else " seeds"
     return (
         f" At {size.upper()}, against smaller dense models under `torch.compile`, at equal time: "
-        f"{'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
+        f"cross-entropy {'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
     )
 
 
