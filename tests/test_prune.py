@@ -75,7 +75,7 @@ def test_it_can_be_trained_and_its_plans_follow():
     save_plans(model)
     with torch.inference_mode():
         prune_silent(model, TOKENS)
-    assert model.config.twell_plans == [{}, {}]
+    assert model.config.twell_plans == [{"backend": "dense"}] * 2
     load_plans(model)
     model.train()(TOKENS, labels=TOKENS).loss.backward()
     assert all(weight.grad is not None for weight in model.parameters())

@@ -43,7 +43,7 @@ REFUSED = {
         f"{SHARED} model.layers.0.act_fn",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
     ),
-    "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear\)", {}),
+    "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear\). It is one matrix", {}),
     "gpt2": (
         r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias\). The",
         {"n_embd": 32, "hidden_size": 32},

@@ -22,6 +22,7 @@ _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
 )
+_CUT = "It is one matrix for gate and up: cut it (kernels/README.md)"
 RELEASED = "llama_sparse_relu"  # the model type of the paper's released checkpoints
 OTHER_ENGINES = (
     "transformers computes what is saved; other engines expect SiLU in a Llama: llama.cpp computes it, without a word, "
@@ -213,7 +214,9 @@ def _nothing_to_replace(model: nn.Module) -> str:
                 key: "" if getattr(layer, "bias", None) is None else " with a bias" for key, layer in layers.items()
             }
             parts = ", ".join(f"{key}: {type(layer).__name__}{biases[key]}" for key, layer in layers.items())
-            advice = _BIASES if any(biases.values()) else _WAY_OUT
+            *inner, down = (layer.weight.shape for layer in layers.values())
+            in_one = any(shape[0] == 2 * down[1] for shape in inner)
+            advice = _BIASES if any(biases.values()) else _CUT if in_one else _WAY_OUT
             return f"{wanted}. {_named(name, module)} has another structure ({parts}). {advice}"
     return f"{wanted}. {_WAY_OUT}"
 

@@ -75,8 +75,10 @@ class Plan:
         return cls(**plan)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that differ from a dense plan's, as JSON values: `Plan.of` makes the same plan of them."""
-        return {name: _as_json(value) for name, value in asdict(self).items() if value != getattr(_DENSE, name)}
+        """The backend, and the other fields that differ from a dense plan's, as JSON values: `Plan.of` makes the same
+        plan of them."""
+        others = {name: _as_json(value) for name, value in asdict(self).items() if value != getattr(_DENSE, name)}
+        return {"backend": self.backend, **others}
 
     def backend_for(self, tokens: int) -> str:
         """The backend of a call with so many tokens."""

@@ -8,7 +8,6 @@ import functools
 import importlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from .names import AUTO, DENSE, FILES, check_name
 
 logger = logging.getLogger(__name__)
 
+_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, str]  # the fields of a `Request`
 # The backends that plan="auto" tries on a CUDA device before dense products, fastest first.
 _FASTEST = ("hopper", "triton")
 
@@ -96,7 +96,6 @@ def why_not(
     return None if reason is None else " ".join(reason.split())
 
 
-@torch.compiler.assume_constant_result
 def can_run(backend: str, device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
     """Whether this backend can run a gated block of this kind in inference: for torch.compile to ask while tracing, and
     for every call, of which none repeats a tiny launch that failed."""
@@ -114,7 +113,7 @@ def _why_not(name: str, request: Request) -> str | None:
 
 
 @functools.cache
-def _resolve(requested: str, *kind: Any) -> str:
+def _resolve(requested: str, *kind: *_Kind) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
     request = Request(*kind)
@@ -142,8 +141,7 @@ def _fastest(request: Request) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result
-def resolve(requested: str, *kind: Any) -> str:
+def resolve(requested: str, *kind: *_Kind) -> str:
     """The name of the backend that runs calls of this kind, the fields of a `Request`; decided and logged once.
 
     Raises ValueError for an unknown name, and BackendUnavailable for a backend that was requested by name but cannot
@@ -152,7 +150,6 @@ def resolve(requested: str, *kind: Any) -> str:
     return _resolve(requested, *kind)
 
 
-@torch.compiler.assume_constant_result
 def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
     """Whether this backend needs no hot neurons for so few tokens, for which it has kernels of their own. False for
     AUTO and unknown names."""
@@ -160,7 +157,10 @@ def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
     return few_tokens is not None and few_tokens(tokens, hidden)
 
 
-@torch.compiler.assume_constant_result
 def is_sparse(name: str) -> bool:
     """Whether the cost of this backend, which must be registered, is per non-zero."""
     return get(name).sparse
+
+
+for _asked in (can_run, resolve, has_few_tokens, is_sparse):
+    torch.compiler.assume_constant_result(_asked)  # as a decorator it would hide their types from mypy
