@@ -30,11 +30,11 @@ def main(config: TrainConfig) -> None:
     and on what was asked for.
 
     Raises:
-        DataError: missing, empty or damaged text, a tokenizer that does not fit the model, or other text than text.json
-            says that the same options gave before.
+        DataError: missing, empty, too short or damaged text, a tokenizer that does not fit the model, or other text
+            than text.json says that the same options gave before.
         StorageError: the disk is full.
     """
-    from experiments.data.batches import open_sources, prepare_text, source_key
+    from experiments.data.batches import TokenStream, count_windows, open_sources, prepare_text, source_key
 
     start = time.perf_counter()
     note = _read_note(config)
@@ -56,6 +56,9 @@ def main(config: TrainConfig) -> None:
         config.data.cache_dir,
         time.perf_counter() - start,
     )
+    # These raise what a training would, after it has waited for GPUs.
+    TokenStream(tokens.train, config.training.sequence_length, config.training.seed)
+    count_windows(tokens.validation, config.training.sequence_length, None)
     if note.get("key") == tokens.key:
         return  # what was made from these tokens is known by this very file
     sizes = {"training_tokens": len(tokens.train), "validation_tokens": len(tokens.validation)}

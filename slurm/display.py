@@ -39,7 +39,7 @@ ORDER = list(COLOURS)
 Line = dict[str, str]  # one item of the table: a cell for each of `COLUMNS`
 TABLE_SECONDS, LINES_SECONDS = 1.0, 20.0
 TRUSTED_SECONDS = 60.0  # so much is taken to have gone as expected: the first minute says little of the rest
-CAPTION = "loss: held-out cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
+CAPTION = "held-out: cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
 TIMES = "forward, training: throughput of the fastest sparse backend over dense in the same run"
 
 
@@ -202,7 +202,7 @@ def results_table(graph: Graph) -> Table:
         training, neurons = rows[name], rows[name][0]["intermediate"]
         nonzeros, dead = (_value(training, metric=metric, layer=None) for metric in ("nonzeros", "dead_fraction"))
         cells = {
-            "loss": ("{:.3f}", _value(training, metric="validation_cross_entropy")),
+            "held-out": ("{:.3f}", _value(training, metric="validation_cross_entropy")),
             "non-zeros": ("{:.1f}", nonzeros),
             "of N": ("{:.1%}", nonzeros and neurons and nonzeros / neurons),
             "dead": ("{:.0%}", dead),

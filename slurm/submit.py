@@ -4,7 +4,7 @@
     python -m slurm.submit experiments.train model=demo training.seed=0,1,2 sparsity.l1=0,1e-3    # six runs
     python -m slurm.submit experiments.train config=runs/local/train/config.yaml cluster=slurm cluster.minutes=600
     python -m slurm.submit study=l1_sweep cluster=slurm              # experiments/studies/l1_sweep.yaml
-    python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the sbatch files, submit nothing
+    python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the jobs, submit nothing
 
 `cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this time.
 Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`, `runs`,
@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rich.console import Console
 from submitit.helpers import environment_variables
 
 from analysis import check
+from experiments.data.selection import select_files
 from experiments.run.config import describe_options, load_config, nearest, run_program, save_config
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import write_atomic
@@ -83,9 +84,6 @@ from slurm.records import (
 from slurm.sbatch import group, sbatch_text, slurm_parameters, submit_slurm
 from slurm.snapshot import Snapshot, take_snapshot
 from slurm.states import ALIVE, ItemState, item_states
-
-# Of a dry run: the sbatch files that are printed whole.
-SHOWN_FILES = 2
 
 
 class SubmissionFailed(RunError):
@@ -157,6 +155,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
 
     Raises:
         SubmissionFailed: on this machine, after everything else has run, when items failed.
+        DataError: text to tokenize is not there.
         RunError: SLURM is not there or refuses; the study is being submitted or run by another process.
         Stopped: on this machine, by SIGTERM or Ctrl-C.
     """
@@ -188,7 +187,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         states = item_states(folder, submission, config_difference)
         for item in items:
             if item.name in request.names and item.kind != PREPARE:  # whose name stands for its options
-                _refuse_other_options(item, states[item.name], before)
+                _refuse_other_options(item, states[item.name], before, is_study=request.study is not None)
         alive = [name for name, entry in states.items() if entry.state in ALIVE]
         places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}
         if elsewhere := [name for name in places if (places[name] == "slurm") != (executor == "slurm")]:
@@ -197,6 +196,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         # What still runs here from a launcher that was killed, the next one waits for.
         open_names = [name for name in request.names if states[name].state is not State.DONE]
         names = [name for name in open_names if executor != "slurm" or name not in alive]
+        check_texts(states[name].item for name in names)
         on_their_way = len(open_names) - len(names)
         done = len(request.names) - len(open_names)
         say(f"study {request.name}: {len(names)} to submit, {on_their_way} on their way, {done} done, in {folder}")
@@ -232,6 +232,18 @@ def check_trainings(trainings: Mapping[str, TrainConfig], cluster: ClusterConfig
         check_trackers(sorted({tracker for training in trainings.values() for tracker in training.run.log}))
 
 
+def check_texts(items: Iterable[Item]) -> None:
+    """Whether the files that these items tokenize are there.
+
+    Raises:
+        DataError: naming the path.
+    """
+    for data in (config_of(item).data for item in items if item.kind == PREPARE):
+        for text in (data.source, data.validation):
+            if text.startswith("path:"):
+                select_files(text.removeprefix("path:"))
+
+
 def _with_own_config(item: Item, folder: Path) -> Item:
     """The item with copies of the files that `config=FILE` names: until the job starts they may change."""
     arguments = list(item.arguments)
@@ -244,7 +256,7 @@ def _with_own_config(item: Item, folder: Path) -> Item:
     return dataclasses.replace(item, arguments=tuple(arguments))
 
 
-def _refuse_other_options(item: Item, current: ItemState, before: Submission | None) -> None:
+def _refuse_other_options(item: Item, current: ItemState, before: Submission | None, *, is_study: bool) -> None:
     """Refuse an item that waits, runs or has progress with other options under the same name: it would be dropped, or
     fail after waiting in the queue."""
     old = next((entry for entry in before.items if entry.name == item.name), None) if before else None
@@ -264,11 +276,8 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
         return
     asked = config_of(item)
     if asked is not None and (change := difference(earlier, asked)) is not None:
-        name = f"{item.name}_{value_name(change.key, change.now)}"
-        raise ConfigError(
-            f"{what}: {change}. Give this one a name of its own: run.item={name} on the command line; in the file of a "
-            "study, another name under trainings, or name the study otherwise"
-        )
+        other = "runs=FOLDER" if is_study else f"run.item={item.name}_{value_name(change.key, change.now)}"
+        raise ConfigError(f"{what}: {change}. Give {other}")
 
 
 # --- on this machine --------------------------------------------------------------------------------------------------
@@ -290,12 +299,14 @@ def _run_here(request: Request, submission: Submission, names: list[str], say: C
         if (table := results_table(graph)).row_count:
             # In a log file a line may be as long as it is.
             Console(width=None if sys.stdout.isatty() else 160).print(table)
-        places = {"tables and figures": ("build", study.output / "index.html")}
-        places |= {"executed notebooks": ("notebooks", study.folder / "notebooks")}
-        for what, (item, path) in places.items():
-            if item in graph.items:
+        places = {
+            "tables and figures": study.output / "index.html",
+            "executed notebooks": study.folder / "notebooks",
+            "runs and their logs": study.folder,
+        }
+        for what, path in places.items():
+            if path.exists():
                 say(f"{what + ':':<24}{path}")
-        say(f"{'runs and their logs:':<24}{study.folder}")
     jobs = latest_jobs(folder)
     for name, reason in failed.items():
         say(f"{name}: {reason}" + (f" (log: {jobs[name].log})" if name in jobs else ""))
@@ -353,7 +364,8 @@ def _to_slurm(
     submission: Submission | None,
 ) -> int:
     """Submit items as jobs and arrays; `queued` are the jobs of those that are in the queue already. Without a
-    submission, print instead what would be submitted, the first sbatch files whole. Returns the number of jobs."""
+    submission, print what would be submitted: the first sbatch file, and the options of the others. Returns the number
+    of jobs."""
     cluster, folder, ids = request.cluster, request.folder / LOGS, list[str]()
     snapshot = Snapshot(request.folder / CODE / "REVISION", "REVISION")
     if submission is not None:
@@ -375,8 +387,9 @@ def _to_slurm(
         if submission is None:
             ids.append(f"JOB_{number}")
             say(f"# {'-' * 30} {ids[-1]}: {note}")
-            if number < SHOWN_FILES:
-                say(sbatch_text(cluster, parameters, folder, count))
+            text = sbatch_text(cluster, parameters, folder, count)
+            options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+            say("\n".join(options) if number else text)
             for task in sorted({0, count - 1}):
                 say(f"# task {task}: {entry.items[task].command()}")
             continue
@@ -395,6 +408,7 @@ def _to_slurm(
 def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str], None]) -> None:
     """What would be submitted if nothing were done yet, and totals."""
     items, jobs = [item for item in request.items if item.name in request.names], ""
+    check_texts(items)
     if request.cluster.executor == "slurm":
         jobs = f" in {_to_slurm(request, items, {}, say, None)} jobs of SLURM"
     else:

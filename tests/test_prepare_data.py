@@ -47,6 +47,15 @@ def test_a_training_finds_what_was_prepared(tmp_path, monkeypatch):
     train.main(config(tmp_path))
 
 
+@pytest.mark.parametrize(("file", "split"), [("train-0", "training"), ("val", "held-out")])
+def test_text_that_is_too_short_for_a_training_is_not_prepared(tmp_path, file, split):
+    asked = config(tmp_path)
+    (tmp_path / "text" / f"{file}.txt").write_text("abc")
+    with pytest.raises(DataError, match=f"the {split} text has . tokens: too few for one sequence of"):
+        prepare_data.main(asked)
+    assert not (tmp_path / "run" / "text.json").exists()
+
+
 @pytest.fixture
 def study(tmp_path):
     """The graph of trainings with these seeds, and how to do one of its items as the launcher does."""

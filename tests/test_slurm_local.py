@@ -1059,7 +1059,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     submit(read_request([*command, "run.log_every=3"]), said.append)
     assert "0 to submit, 2 on their way" in said[-1], "an option without an effect on results"
     with pytest.raises(
-        ConfigError, match=r"one is running with other options: training.seed was 0, now 1\. .*run.item="
+        ConfigError, match=r"one is running with other options: training.seed was 0, now 1\. Give run.item=one_seed_1$"
     ):
         submit(read_request([*command, "training.seed=1"]), said.append)
     before = len(read_submission(folder).items)
@@ -1076,6 +1076,10 @@ def test_a_folder_with_a_run_of_other_options_is_refused_before_it_waits(tmp_pat
         ConfigError, match=r"one holds a run with other options: sparsity.l1 was 0.0, now 0.5.*one_l1_0.5"
     ):
         submit(read_request([*command, "sparsity.l1=0.5"]))
+    trainings = {"one": [*words, "training.steps=2", "sparsity.l1=0.5"]}
+    (tmp_path / "test.yaml").write_text(json.dumps({"trainings": trainings}))
+    with pytest.raises(ConfigError, match=r"sparsity.l1 was 0.0, now 0.5\. Give runs=FOLDER$"):
+        submit(read_request([f"study={tmp_path / 'test.yaml'}", f"runs={tmp_path / 'runs'}"]))
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -1115,6 +1119,15 @@ def test_a_log_that_is_not_there(study, slurm_says, words, message):
 
 
 # --- at the end of a study --------------------------------------------------------------------------------------------
+
+
+def test_figures_that_a_failed_study_did_not_make_are_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalQueue, "run", lambda queue, names: dict.fromkeys(names, "failed"))
+    said = []
+    with pytest.raises(SubmissionFailed, match="14 of 14 items are not done"):
+        submit(read_request(["study=six_runs", f"runs={tmp_path}"]), said.append)
+    assert f"runs and their logs:    {tmp_path / 'six_runs'}" in said
+    assert not any("tables and figures" in line for line in said)
 
 
 @pytest.mark.parametrize(
