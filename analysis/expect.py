@@ -57,9 +57,9 @@ def expected_gain(
             are refused. Blocks on synthetic patterns alone stand for every share.
 
     Returns:
-        op, device, plan (a word of `schema.WORDS`), backend, tokens; ratio, the expected dense time over sparse time;
-        dense_ms and time_ms; blocks, the number of measured blocks; refused: why there is no ratio. `Absent` for a
-        shape that was not measured, with the commands that measure it and read the rows.
+        op, device, plan, backend, tokens; ratio, the expected dense time over sparse time; dense_ms and time_ms;
+        blocks, the number of measured blocks; refused: why there is no ratio. `Absent` for a shape that was not
+        measured, with the commands that measure it and read the rows.
 
     Raises:
         ValueError: `active` or `hot_share` is no share.
@@ -88,7 +88,7 @@ def expected_gain(
             nearest = calls.idxmax() if tokens is None else min(calls.index, key=lambda m: abs(math.log(m / tokens)))
             for key, group in where(of_op, tokens=nearest).groupby(GROUP, sort=False):
                 lines.append(dict(zip(GROUP, key, strict=True)) | _line(group, nonzeros, hot_share, tokens or nearest))
-    return _in_words(pd.DataFrame(lines)).round({"dense_ms": 3})
+    return pd.DataFrame(lines).round({"dense_ms": 3})
 
 
 def measured_blocks(results: Results) -> pd.DataFrame:
@@ -131,7 +131,7 @@ def held_out_errors(results: Results) -> pd.DataFrame:
             sizes = {"median_pct": error.median(), "p90_pct": error.quantile(0.9), "max_pct": error.max()}
             lines.append(names | counts | sizes)
     columns = [*by, "models", "layers", "refused", "median_pct", "p90_pct", "max_pct"]
-    return _in_words(pd.DataFrame(lines, columns=columns)).round({"median_pct": 1, "p90_pct": 1, "max_pct": 1})
+    return pd.DataFrame(lines, columns=columns).round({"median_pct": 1, "p90_pct": 1, "max_pct": 1})
 
 
 def _held_out(group: pd.DataFrame) -> pd.Series:
@@ -141,10 +141,6 @@ def _held_out(group: pd.DataFrame) -> pd.Series:
         _predict(group[group["run"] != block.run], block.mean_nnz, block.hot_share)[0] for block in trained.itertuples()
     ]
     return 100 * (pd.Series(predicted, index=trained.index, dtype="float64") / trained["ratio"] - 1).abs().dropna()
-
-
-def _in_words(lines: pd.DataFrame) -> pd.DataFrame:
-    return lines.assign(plan=lines["plan"].map(schema.WORDS))
 
 
 def synthetic_hot_share(nonzeros: float, neurons: int) -> float:

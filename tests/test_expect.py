@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic_results import Run, Study, results_of, row
 
-from analysis import expect, schema
+from analysis import expect
 from analysis.explorer import Absent
 from experiments.bench_kernels import BenchKernelsConfig
 from experiments.run.config import parse
@@ -18,7 +18,6 @@ from twell.testing import make_problem
 STUDY = Study()
 K, N, M = 64, 1024, 4096
 DENSE_MS = 8.0
-EVERY, HOT = ("ffn_forward", "every neuron sparse"), ("ffn_forward", "hot")
 
 
 def cost(plan, nonzeros, hot_share):
@@ -64,27 +63,30 @@ def results(tmp_path_factory):
 
 def expected(results, nonzeros, **arguments):
     frame = expect.expected_gain(results, K, N, nonzeros / N, **arguments)
-    return {(line["op"], line["plan"]): line for line in frame.to_dict("records")}
+    return {line["plan"]: line for line in frame.to_dict("records")}
 
 
 @pytest.mark.parametrize(("nonzeros", "share"), [(15, 0.4), (40, 0.55), (100, 0.65)])
 def test_between_measured_blocks_the_law_comes_back(results, nonzeros, share):
     lines = expected(results, nonzeros, hot_share=share)
-    for line, plan in ((EVERY, "twell"), (HOT, "twell_hot")):
-        assert lines[line]["refused"] == ""
-        assert lines[line]["ratio"] == pytest.approx(1 / cost(plan, nonzeros, share), rel=0.02)
-        assert lines[line]["time_ms"] == pytest.approx(DENSE_MS * cost(plan, nonzeros, share), rel=0.02)
+    for plan in ("twell", "twell_hot"):
+        assert lines[plan]["refused"] == ""
+        assert lines[plan]["ratio"] == pytest.approx(1 / cost(plan, nonzeros, share), rel=0.02)
+        assert lines[plan]["time_ms"] == pytest.approx(DENSE_MS * cost(plan, nonzeros, share), rel=0.02)
 
 
 def test_synthetic_blocks_predict_those_between_them(results):
     """Whatever the hot share: without trained layers nothing tells what it makes of them."""
     lines = expected(results, 20, hot_share=0.9)
-    for plan in ("every neuron sparse", "hot"):
-        assert lines["ffn_training", plan]["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
+    for plan in ("csr", "csr_hot"):
+        assert lines[plan]["op"] == "ffn_training"
+        assert lines[plan]["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
 
 
 def test_measured_blocks_come_back(results):
-    assert expected(results, 50, hot_share=0.7)[HOT]["ratio"] == pytest.approx(1 / cost("twell_hot", 50, 0.7), 1e-3)
+    assert expected(results, 50, hot_share=0.7)["twell_hot"]["ratio"] == pytest.approx(
+        1 / cost("twell_hot", 50, 0.7), 1e-3
+    )
 
 
 @pytest.mark.parametrize("nonzeros", [4, 300])
@@ -97,19 +99,19 @@ def test_non_zeros_beyond_the_measured_ones_are_refused(results, nonzeros):
 
 def test_a_hot_share_far_from_all_blocks_is_refused_where_it_matters(results):
     lines = expected(results, 50, hot_share=0.05)
-    assert np.isnan(lines[HOT]["ratio"])
-    assert "hot share from 0.3 to 0.7" in lines[HOT]["refused"]
-    assert lines[EVERY]["ratio"] > 0
+    assert np.isnan(lines["twell_hot"]["ratio"])
+    assert "hot share from 0.3 to 0.7" in lines["twell_hot"]["refused"]
+    assert lines["twell"]["ratio"] > 0
     without = expected(results, 50)
-    assert np.isnan(without[HOT]["ratio"])
-    assert without[EVERY]["ratio"] == lines[EVERY]["ratio"]
+    assert np.isnan(without["twell_hot"]["ratio"])
+    assert without["twell"]["ratio"] == lines["twell"]["ratio"]
 
 
 def test_times_are_in_proportion_to_the_tokens_and_other_calls_are_refused(results):
-    usual, longer = (expected(results, 20, tokens=tokens)[EVERY] for tokens in (M, 3 * M // 2))
+    usual, longer = (expected(results, 20, tokens=tokens)["twell"] for tokens in (M, 3 * M // 2))
     assert longer["time_ms"] == pytest.approx(1.5 * usual["time_ms"])
     assert longer["ratio"] == usual["ratio"]
-    refused = expected(results, 20, tokens=8 * M)[EVERY]
+    refused = expected(results, 20, tokens=8 * M)["twell"]
     assert np.isnan(refused["ratio"])
     assert "4,096 tokens" in refused["refused"]
 
@@ -126,9 +128,8 @@ def test_other_shapes_are_refused_with_the_nearest_and_the_command(results, shap
     assert (asked.hidden, asked.intermediate, asked.gated) == (shape[0], N, gated)
     assert asked.ops == ["ffn_forward", "ffn_training_stack"]
     assert asked.mean_nnz[0] < 0.01 * N < asked.mean_nnz[1]
+    assert {plan_of(name, training=False) for name in asked.backends} == {"twell", "twell_hot", "twell_ordered"}
     assert look.startswith(f"TWELL_RESULTS={asked.run.folder(program)} ")
-    plans = {plan_of(name, training=False) for name in asked.backends}
-    assert {schema.WORDS[plan] for plan in plans} == {"every neuron sparse", "hot", "sorted"}
 
 
 def test_without_any_timed_block_nothing_is_expected(nothing):
@@ -140,26 +141,23 @@ def test_without_any_timed_block_nothing_is_expected(nothing):
 
 def test_errors_are_of_predictions_that_do_not_know_the_model(results):
     errors = expect.held_out_errors(results).set_index("plan")
-    assert set(errors.index) == {"every neuron sparse", "hot"}
-    assert set(errors["op"]) == {"ffn_forward"}, "no trained model was timed in training"
+    assert set(errors.index) == {"twell", "twell_hot"}, "no trained model was timed in training"
     assert (errors["models"] == 2).all()
     assert (errors["layers"] == 18).all()
     # Of the first model, 8 and 120 non-zeros, and hot shares of 0.3 and 0.7, lie beyond those of the second.
-    assert dict(errors["refused"]) == {"every neuron sparse": 6, "hot": 10}
+    assert dict(errors["refused"]) == {"twell": 6, "twell_hot": 10}
     assert (errors["max_pct"] < 1).all()
     faster = results.rows["pattern"].str.startswith("second/") & results.rows["plan"].eq("twell")
     rows = results.rows.assign(ratio=results.rows["ratio"].where(~faster, results.rows["ratio"] * 1.25))
     unlike = replace(results, rows=rows)
     errors = expect.held_out_errors(unlike).set_index("plan")
-    assert errors.loc["every neuron sparse", "max_pct"] == pytest.approx(25, abs=1)
-    assert 20 <= errors.loc["every neuron sparse", "median_pct"] <= 25, (
-        "1 - 1 / 1.25 of the second model, 0.25 of the first"
-    )
-    assert errors.loc["hot", "max_pct"] < 1
+    assert errors.loc["twell", "max_pct"] == pytest.approx(25, abs=1)
+    assert 20 <= errors.loc["twell", "median_pct"] <= 25, "1 - 1 / 1.25 of the second model, 0.25 of the first"
+    assert errors.loc["twell_hot", "max_pct"] < 1
     lines = expected(unlike, 50, hot_share=0.6)
-    assert "with a median error of 2" in lines[EVERY]["refused"]
-    assert np.isnan(lines[EVERY]["time_ms"])
-    assert lines[HOT]["refused"] == ""
+    assert "with a median error of 2" in lines["twell"]["refused"]
+    assert np.isnan(lines["twell"]["time_ms"])
+    assert lines["twell_hot"]["refused"] == ""
 
 
 @pytest.mark.parametrize("nonzeros", [20.0, 60.0])
