@@ -3,7 +3,8 @@
 The ratio of dense to sparse time is interpolated between measured blocks: in the logarithm of their non-zeros and, for
 plans that compute hot neurons densely, in the share of the non-zeros in the most active tenth of the neurons. A
 prediction is the value at the block of a line (or plane) through the logarithms of the measured ratios, of which the
-near ones weigh most. Shapes, numbers of tokens and non-zeros beyond the measured ones are refused.
+near ones weigh most. Shapes, numbers of tokens and non-zeros beyond the measured ones are refused, and plans whose
+held-out layers are predicted badly.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ GROUP = ["op", "device", "plan", "backend", "tokens"]
 # Distances between blocks are in these units; a plan with hot neurons needs a measured block within REACH of them.
 LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.5
 SLACK = 0.01  # of a measured range
+MOST_ERROR_PCT = 10.0  # median over the held-out layers of a plan
 AXES = {"mean_nnz": "non-zeros", "hot_share": "hot share"}
-USUAL_TOKENS = 16_384  # of the command that measures a shape
+USUAL_TOKENS, AROUND = 16_384, (0.8, 1.25)  # of the command that measures a shape; times the non-zeros asked for
 MOST_TOKENS_FACTOR = 2.0  # between the tokens of a call and those of the measured one that stands for it
 # The synthetic patterns of `twell.testing.make_problem`: log-normal firing rates of the neurons that are not dead.
 DEAD, RATE_SPREAD, HIGHEST_RATE, HOTTEST = 0.3, 1.0, 0.6, 0.1
@@ -52,12 +54,12 @@ def expected_gain(
         active: mean share of the neurons that are active for a token.
         tokens: M, tokens in one call; None: of each operation and device, the number that was measured most.
         hot_share: share of all non-zeros in the most active tenth of the neurons, without which plans with hot neurons
-            are refused.
+            are refused. Blocks on synthetic patterns alone stand for every share.
 
     Returns:
         op, device, plan, backend, tokens; ratio, the expected dense time over sparse time; dense_ms and time_ms;
         blocks, the number of measured blocks; refused: why there is no ratio. `Absent` for a shape that was not
-        measured.
+        measured, with the commands that measure it and read the rows.
 
     Raises:
         ValueError: `active` or `hot_share` is no share.
@@ -69,10 +71,12 @@ def expected_gain(
     nonzeros = active * intermediate
     alike = where(blocks, hidden=hidden, intermediate=intermediate, gated=gated)
     if alike.empty:
+        around = ",".join(f"{nonzeros * factor:.4g}" for factor in AROUND)
         command = (
             f'python -m experiments.bench_kernels "ops=[{FORWARD[0]},{TRAINING[0]}]" hidden={hidden} '
-            f'intermediate={intermediate} gated={str(gated).lower()} "mean_nnz=[{nonzeros:.4g}]" '
-            f'"tokens=[{tokens or USUAL_TOKENS}]"'
+            f'intermediate={intermediate} gated={str(gated).lower()} "mean_nnz=[{around}]" '
+            f'"tokens=[{tokens or USUAL_TOKENS}]" "backends=[hopper,hopper+hot,hopper+ordered,triton]" '
+            "&& TWELL_RESULTS=runs/local/bench_kernels jupyter lab notebooks/your_model.ipynb"
         )
         return Absent("expected-gain", "Expected gain", _missing_shape(blocks, hidden, intermediate, gated), command)
     lines = []
@@ -120,12 +124,7 @@ def held_out_errors(results: Results) -> pd.DataFrame:
     lines = []
     by = [*GROUP, "hidden", "intermediate", "gated"]
     for key, group in measured_blocks(results).groupby(by, sort=False):
-        trained = group[group["run"] != "synthetic"]
-        predicted = [
-            _predict(group[group["run"] != block.run], block.mean_nnz, block.hot_share)[0]
-            for block in trained.itertuples()
-        ]
-        error = 100 * (pd.Series(predicted, index=trained.index, dtype="float64") / trained["ratio"] - 1).abs().dropna()
+        trained, error = group[group["run"] != "synthetic"], _held_out(group)
         if len(error):
             names = dict(zip(by, key, strict=True))
             counts = {"models": trained["run"].nunique(), "layers": len(trained), "refused": len(trained) - len(error)}
@@ -133,6 +132,15 @@ def held_out_errors(results: Results) -> pd.DataFrame:
             lines.append(names | counts | sizes)
     columns = [*by, "models", "layers", "refused", "median_pct", "p90_pct", "max_pct"]
     return pd.DataFrame(lines, columns=columns).round({"median_pct": 1, "p90_pct": 1, "max_pct": 1})
+
+
+def _held_out(group: pd.DataFrame) -> pd.Series:
+    """The error in percent of each trained layer that the blocks of other runs predict. `group`: blocks of one plan."""
+    trained = group[group["run"] != "synthetic"]
+    predicted = [
+        _predict(group[group["run"] != block.run], block.mean_nnz, block.hot_share)[0] for block in trained.itertuples()
+    ]
+    return 100 * (pd.Series(predicted, index=trained.index, dtype="float64") / trained["ratio"] - 1).abs().dropna()
 
 
 def synthetic_hot_share(nonzeros: float, neurons: int) -> float:
@@ -154,6 +162,8 @@ def _line(group: pd.DataFrame, nonzeros: float, hot_share: float | None, tokens:
     ratio, refused = _predict(group, nonzeros, hot_share)
     if not 1 / MOST_TOKENS_FACTOR <= factor <= MOST_TOKENS_FACTOR:
         ratio, refused = math.nan, f"measured with {int(group['tokens'].iloc[0]):,} tokens"
+    if (error := _held_out(group).median()) > MOST_ERROR_PCT:
+        ratio, refused = math.nan, f"held-out layers are predicted with a median error of {error:.0f}%"
     dense_ms = group["dense_ms"].median() * factor if not refused else math.nan
     times = {"ratio": ratio, "dense_ms": dense_ms, "time_ms": dense_ms / ratio}
     return {"tokens": tokens, **times, "blocks": len(group), "refused": refused}
@@ -164,7 +174,7 @@ def _predict(group: pd.DataFrame, nonzeros: float, hot_share: float | None) -> t
     if group.empty:
         return math.nan, "not measured"
     axes = {"mean_nnz": nonzeros}
-    if group["plan"].iloc[0] in HOT:
+    if group["plan"].iloc[0] in HOT and (group["run"] != "synthetic").any():
         if hot_share is None:
             return math.nan, "depends on the hot share, which is not given"
         axes["hot_share"] = hot_share

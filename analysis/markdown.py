@@ -10,7 +10,7 @@ import pandas as pd
 from analysis import choose, claims, paper, render, schema
 from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
-from analysis.claims.evidence import APART, FAILS, HOLDS
+from analysis.claims.evidence import FAILS, HOLDS, INCONSISTENT
 from analysis.figures import Drawn
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.frontier import points as frontier_points
@@ -57,7 +57,7 @@ def results_page(results: Results, tables: Sequence[Table]) -> str:
     lines = [
         "# Results",
         "",
-        f"{GENERATED} Every number comes from rows of `paper_figures/h200/rows.csv`, with their device, date, revision "
+        f"{GENERATED} Every number comes from the files of `paper_figures/h200`, with their device, date, revision "
         "and the error of their check. Speeds are ratios to dense in the same run, under sustained load; above 1, "
         "sparse is faster. [Claim by claim](paper_figures/README.md), "
         "[figures and more tables](paper_figures/h200/README.md), [what we learned](docs/findings.md).",
@@ -153,7 +153,7 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
     public = choose.where(paper.published_kernels(), mean_nnz=29, gated="yes").sort_values("tokens")
     theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
     counts = pd.Series([claim.verdict for claim in checked]).value_counts()
-    total = sum(claim.verdict not in APART for claim in checked)
+    total = sum(claim.verdict != INCONSISTENT for claim in checked)
     sweep = choose.main_model(choose.where(frames["summary"], activation="relu", modification="none"))
     within = sweep[(sweep["l1"] > 0) & (sweep["cross_entropy_change_pct"] <= choose.QUALITY_TOLERANCE * 100)]
     quality = within.sort_values("l1").iloc[-1]

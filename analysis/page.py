@@ -14,7 +14,7 @@ import pandas as pd
 from analysis import choose, claims, describe, explorer, render, schema
 from analysis.catalogue import Table
 from analysis.claims import Claim
-from analysis.claims.evidence import SHORT, UNTESTED
+from analysis.claims.evidence import INCONSISTENT, SHORT, UNTESTED
 from analysis.figures import Drawn
 from analysis.load import Results
 from analysis.tables import COMMON
@@ -45,7 +45,7 @@ def html_page(
     """
     if not results.sources:
         figures = [of for of in figures if of[0].is_broken or not of[0].is_placeholder]
-        checked = [claim for claim in checked if claim.verdict not in (SHORT, UNTESTED)]
+        checked = [claim for claim in checked if claim.verdict not in (INCONSISTENT, SHORT, UNTESTED)]
     charts = [view for view in (draw(results) for draw in explorer.CHARTS) if isinstance(view, explorer.Chart)]
     data = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)
     environment = jinja2.Environment(

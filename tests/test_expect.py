@@ -12,6 +12,7 @@ from analysis import expect
 from analysis.explorer import Absent
 from experiments.bench_kernels import BenchKernelsConfig
 from experiments.run.config import parse
+from experiments.timing.plans import plan_of
 from twell.testing import make_problem
 
 STUDY = Study()
@@ -55,8 +56,8 @@ def trained(name, l1, layers):
 def results(tmp_path_factory):
     rows = trained("first", 1e-5, [(nonzeros, share) for nonzeros in (8, 20, 50, 120) for share in (0.3, 0.5, 0.7)])
     rows += trained("second", 2e-5, [(nonzeros, share) for nonzeros in (12, 30, 80) for share in (0.35, 0.6)])
-    rows += [line for nonzeros in (10.0, 40.0) for line in block("made_up", "csr", nonzeros, 0.0, pattern="synthetic",
-             op="ffn_training")]  # fmt: skip
+    rows += [line for plan in ("csr", "csr_hot") for nonzeros in (10.0, 40.0)
+             for line in block(plan, plan, nonzeros, 0.0, pattern="synthetic", op="ffn_training")]  # fmt: skip
     return results_of(tmp_path_factory.mktemp("rows"), rows)
 
 
@@ -75,9 +76,11 @@ def test_between_measured_blocks_the_law_comes_back(results, nonzeros, share):
 
 
 def test_synthetic_blocks_predict_those_between_them(results):
-    line = expected(results, 20)["csr"]
-    assert line["op"] == "ffn_training"
-    assert line["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
+    """Whatever the hot share: without trained layers nothing tells what it makes of them."""
+    lines = expected(results, 20, hot_share=0.9)
+    for plan in ("csr", "csr_hot"):
+        assert lines[plan]["op"] == "ffn_training"
+        assert lines[plan]["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
 
 
 def test_measured_blocks_come_back(results):
@@ -91,7 +94,7 @@ def test_non_zeros_beyond_the_measured_ones_are_refused(results, nonzeros):
     for line in expected(results, nonzeros, hot_share=0.5).values():
         assert np.isnan(line["ratio"])
         assert np.isnan(line["time_ms"])
-        assert "non-zeros from 8 to 120" in line["refused"] or line["plan"] == "csr"
+        assert "non-zeros from 8 to 120" in line["refused"] or line["op"] == "ffn_training"
 
 
 def test_a_hot_share_far_from_all_blocks_is_refused_where_it_matters(results):
@@ -118,11 +121,15 @@ def test_other_shapes_are_refused_with_the_nearest_and_the_command(results, shap
     absent = expect.expected_gain(results, *shape, 0.01, gated=gated)
     assert isinstance(absent, Absent)
     assert f"gated, K = {K}, N = 1,024, with 8 to 120 non-zeros" in absent.sentence
-    program, *options = shlex.split(absent.command.removeprefix("python -m experiments."))
+    measure, _, look = absent.command.partition(" && ")
+    program, *options = shlex.split(measure.removeprefix("python -m experiments."))
     asked = parse(BenchKernelsConfig, options)
     assert program == "bench_kernels"
     assert (asked.hidden, asked.intermediate, asked.gated) == (shape[0], N, gated)
     assert asked.ops == ["ffn_forward", "ffn_training_stack"]
+    assert asked.mean_nnz[0] < 0.01 * N < asked.mean_nnz[1]
+    assert {plan_of(name, training=False) for name in asked.backends} == {"twell", "twell_hot", "twell_ordered"}
+    assert look.startswith(f"TWELL_RESULTS={asked.run.folder(program)} ")
 
 
 def test_without_any_timed_block_nothing_is_expected(nothing):
@@ -134,7 +141,7 @@ def test_without_any_timed_block_nothing_is_expected(nothing):
 
 def test_errors_are_of_predictions_that_do_not_know_the_model(results):
     errors = expect.held_out_errors(results).set_index("plan")
-    assert set(errors.index) == {"twell", "twell_hot"}, "no trained model was timed with csr"
+    assert set(errors.index) == {"twell", "twell_hot"}, "no trained model was timed in training"
     assert (errors["models"] == 2).all()
     assert (errors["layers"] == 18).all()
     # Of the first model, 8 and 120 non-zeros, and hot shares of 0.3 and 0.7, lie beyond those of the second.
@@ -142,10 +149,15 @@ def test_errors_are_of_predictions_that_do_not_know_the_model(results):
     assert (errors["max_pct"] < 1).all()
     faster = results.rows["pattern"].str.startswith("second/") & results.rows["plan"].eq("twell")
     rows = results.rows.assign(ratio=results.rows["ratio"].where(~faster, results.rows["ratio"] * 1.25))
-    errors = expect.held_out_errors(replace(results, rows=rows)).set_index("plan")
+    unlike = replace(results, rows=rows)
+    errors = expect.held_out_errors(unlike).set_index("plan")
     assert errors.loc["twell", "max_pct"] == pytest.approx(25, abs=1)
     assert 20 <= errors.loc["twell", "median_pct"] <= 25, "1 - 1 / 1.25 of the second model, 0.25 of the first"
     assert errors.loc["twell_hot", "max_pct"] < 1
+    lines = expected(unlike, 50, hot_share=0.6)
+    assert "with a median error of 2" in lines["twell"]["refused"]
+    assert np.isnan(lines["twell"]["time_ms"])
+    assert lines["twell_hot"]["refused"] == ""
 
 
 @pytest.mark.parametrize("nonzeros", [20.0, 60.0])

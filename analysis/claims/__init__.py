@@ -7,7 +7,7 @@ without rows is "not tested", with the reason.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,9 +17,9 @@ from analysis import paper
 from analysis.choose import RECOMMENDED_L1, where
 from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
-    APART,
     CONSISTENT,
     HOLDS,
+    INCONSISTENT,
     SHORT,
     UNTESTED,
     VERDICTS,
@@ -39,7 +39,6 @@ WHOLE_MODELS = {
     "training-speed": ("model_training", "throughput"),
     "training-memory": ("model_training", "peak_memory"),
 }
-BLOCKS = {"forward-block": ("ffn_forward", 131072), "training-block": ("ffn_training", 16384)}
 # By the name in claims.csv, in the order of pages.
 TESTS: dict[str, Callable[[Evidence], Finding]] = {
     "sparsity": quality.sparsity, "unregularised": quality.unregularised, "accuracy": quality.accuracy,
@@ -52,7 +51,6 @@ TESTS: dict[str, Callable[[Evidence], Finding]] = {
     "growth": partial(speed.growth, WHOLE_MODELS),
     "non-gated-speed": partial(speed.whole_model, *WHOLE_MODELS["forward-speed"], gated=False),
     "packing": speed.packing, "devices": speed.devices, "power": speed.power, "no-loss": quality.no_loss,
-    **{name: partial(speed.block, *measured) for name, measured in BLOCKS.items()},
 }  # fmt: skip
 
 
@@ -114,7 +112,6 @@ def _decide(name: str, evidence: Evidence) -> Finding:
 def _printed() -> dict[str, str]:
     """The paper's numbers that follow from its tables, by claim."""
     changes = {name: span(published(op)[metric], signed) for name, (op, metric) in WHOLE_MODELS.items()}
-    ratios = {name: f"{speed.published_ratio(*measured):.2f}" for name, measured in BLOCKS.items()}
     pairs = speed.papers_gains(*WHOLE_MODELS["forward-speed"], gated=False)["published"]
     accuracies = "; ".join(f"{line.Index} {line[1]:.1f} to {line[2]:.1f}%" for line in quality.table4().itertuples())
     by_size = {
@@ -123,7 +120,6 @@ def _printed() -> dict[str, str]:
     }
     return {
         **changes,
-        **ratios,
         "power": span(speed.papers_watts(), "{:.0f}".format),
         "non-gated-speed": span(pairs, signed),
         "no-loss": accuracies,
@@ -137,15 +133,11 @@ def table(claims: Sequence[Claim]) -> pd.DataFrame:
 
 
 def tally(claims: Sequence[Claim]) -> str:
-    """How many claims have each verdict, in one sentence; what is not about a claim of the paper is counted apart."""
-    verdicts = [claim.verdict for claim in claims]
-
-    def counted(names: Iterable[str]) -> str:
-        return ", ".join(f"{verdicts.count(name)} {name}" for name in names if name in verdicts)
-
-    total = sum(verdict not in APART for verdict in verdicts)
-    text = f"{total} claims: {counted(name for name in VERDICTS if name not in APART)}"
-    return f"{text}; beside them, {counted(APART)}." if counted(APART) else f"{text}."
+    """How many claims have each verdict, in one sentence; what the paper's own numbers contradict is counted apart."""
+    verdicts = [claim.verdict for claim in claims if claim.verdict != INCONSISTENT]
+    counted = ", ".join(f"{verdicts.count(name)} {name}" for name in VERDICTS if name in verdicts)
+    apart = len(claims) - len(verdicts)
+    return f"{len(verdicts)} claims: {counted}{f'; beside them, {apart} {INCONSISTENT}' if apart else ''}."
 
 
 def details(claims: Sequence[Claim]) -> str:

@@ -18,7 +18,6 @@ from analysis.render import significant, span
 HOLDS, CONSISTENT, PARTLY, FAILS, UNTESTED = "reproduced", "consistent", "partly", "not reproduced", "not tested"
 SHORT, UNTESTABLE = "training too short", "not testable here"
 INCONSISTENT = "inconsistent in the paper"
-FASTER, SLOWER = "faster than the public kernels", "slower than the public kernels"
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
 VERDICTS: dict[str, str] = {
     HOLDS: "our rows meet the criterion",
@@ -31,10 +30,7 @@ VERDICTS: dict[str, str] = {
     UNTESTABLE: "in our rows, what the claim is about is lost in the noise even where it must have changed",
     UNTESTED: "the rows needed for it do not exist, for the reason given",
     INCONSISTENT: "the paper's own numbers contradict each other; our rows decide nothing",
-    FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",
-    SLOWER: "likewise",
 }
-APART = (INCONSISTENT, FASTER, SLOWER)  # verdicts that are not about a claim of the paper
 
 
 class Untested(Exception):

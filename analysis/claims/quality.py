@@ -289,10 +289,10 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
         reasons.append(f"the paper's trade-off is reversed here: {moved}")
     ours = (
         f"dead {dead_before:.1%} to {dead_after:.1%}, cross-entropy {loss_before:.3f} to {loss_after:.3f}, non-zeros "
-        f"{significant(before)} to {significant(after)}"
+        f"{significant(before)} to {significant(after)}, L1 {l1_label(plain_l1)} to {l1_label(l1)}"
     )
     details = (
-        f"At L1 {l1_label(plain_l1)} without and {l1_label(l1)} with {name}; non-zeros in the last steps of training.",
+        f"Without and with {name}; non-zeros in the last steps of training.",
         f"Paired by seed: {moved} (95%).",
     )
     return Finding(ours, verdict, reasons, common.seeds(plain_l1), details)

@@ -11,11 +11,9 @@ from analysis import choose, describe, paper, schema
 from analysis.choose import l1_label, where
 from analysis.claims.evidence import (
     FAILS,
-    FASTER,
     HOLDS,
     INCONSISTENT,
     PARTLY,
-    SLOWER,
     Evidence,
     Finding,
     Untested,
@@ -177,28 +175,6 @@ def _gain(line: pd.Series) -> str:
     eager = "" if pd.isna(line["eager_percent"]) else f", {signed(line['eager_percent'])} with nothing compiled"
     beside = "" if pd.isna(line["published"]) else f" (the paper {signed(line['published'])})"
     return f"{pair}, {line['series']}: {signed(line['percent'])} against {line['baseline']}{eager}{beside}."
-
-
-def block(op: str, tokens: int, evidence: Evidence) -> Finding:
-    """One block against the authors' public kernels."""
-    rows = evidence.results.rows
-    rows = where(rows[rows["pattern"].str.startswith("synthetic")], op=op, tokens=tokens, gated=True)
-    rows = choose.whole_function(choose.made_for_speed(rows))
-    same = rows[rows["device"].str.contains(paper.PUBLISHED_KERNELS_ON)]
-    data = gains(choose.main_device(rows if same.empty else same), "time")
-    data = where(data[data["mean_nnz"].round() == 29], hidden=2048, intermediate=5632)
-    if data.empty:
-        raise Untested("no row of this size")
-    best = data.groupby("series")["ratio"].median().sort_values(ascending=False)
-    details = [f"{series}: {ratio:.2f} times dense." for series, ratio in best.items()]
-    verdict = FASTER if best.iloc[0] >= published_ratio(op, tokens) else SLOWER
-    place = describe.devices(data["device"])
-    return Finding(f"{best.iloc[0]:.2f} times dense with {best.index[0]}", verdict, details=details, place=place)
-
-
-def published_ratio(op: str, tokens: int) -> float:
-    """The speed of the authors' public kernels relative to dense."""
-    return float(where(paper.published_kernels(), op=op, tokens=tokens, mean_nnz=29)["ratio"].iloc[0])
 
 
 def packing(evidence: Evidence) -> Finding:

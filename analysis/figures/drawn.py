@@ -169,6 +169,9 @@ def figure(number: str, name: str, title: str, caption: str = "") -> Callable[[C
 
 def lay_out(picture: Figure) -> None:
     """Lay out the panels once and freeze them: running the layout engine again for the second file would shift them."""
+    for axis in (axis for axes in picture.axes for axis in (axes.xaxis, axes.yaxis)):
+        if axis.get_scale() == "log" and axis.isDefault_majfmt:  # made logarithmic by matplotlib alone
+            style.log_axis(axis)
     picture.set_dpi(DPI)
     FigureCanvasAgg(picture)
     picture.draw_without_rendering()
