@@ -24,7 +24,7 @@ from analysis.claims.evidence import (
     graded,
 )
 from analysis.measures import accuracy_half_width, chance, nonzeros_rows, task_accuracies, tasks_above_chance
-from analysis.render import NOTHING, signed, significant
+from analysis.render import NOTHING, signed, significant, span
 
 ACCURACY_LOSS = 0.5  # points: more than the paper's models lose
 KEEPS_NONZEROS = "dead_neuron_reinit"  # the mitigation that leaves the paper's non-zeros as they are
@@ -289,7 +289,7 @@ def mitigation(modification: str, evidence: Evidence) -> Finding:
         reasons.append(f"the paper's trade-off is reversed here: {moved}")
     ours = (
         f"dead {dead_before:.1%} to {dead_after:.1%}, cross-entropy {loss_before:.3f} to {loss_after:.3f}, non-zeros "
-        f"{significant(before)} to {significant(after)}, L1 {l1_label(plain_l1)} to {l1_label(l1)}"
+        f"{significant(before)} to {significant(after)}, L1 {span(pd.Series([plain_l1, l1]), l1_label)}"
     )
     details = (
         f"Without and with {name}; non-zeros in the last steps of training.",
