@@ -63,8 +63,10 @@ def _by_layer(results: Results, runs: pd.DataFrame) -> Any:
     shown = [name for name in DETAILS if name in table]
     tooltip = ["layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=DETAILS[name]) for name in shown)]
     x = alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d"))
-    y = alt.Y("mean:Q", title=f"mean {NONZEROS}")
-    return _lines(table[["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip)
+    y = alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros (log)")
+    return _lines(
+        table.loc[table["mean"] > 0, ["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip
+    )
 
 
 def _positions(results: Results, runs: pd.DataFrame) -> Any:

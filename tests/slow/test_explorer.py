@@ -84,6 +84,18 @@ def test_two_seeds_have_two_labels(tmp_path):
     assert labels == ["demo, L1 0, seed 0", "demo, L1 0, seed 1", "demo, L1 1e-4, seed 0", "demo, L1 1e-4, seed 1"]
 
 
+def test_seeds_are_lines_of_one_colour_in_the_chart_by_layer(tmp_path):
+    sweep = Study(steps=4, layers=2, l1=(0.0, 1e-4), seeds=(0, 1), sweep=True)
+    chart = explorer.by_layer(load(write_study(tmp_path, sweep)))
+    lines = [(record["trained"], record["label"]) for record in data_of(chart)]
+    wanted = ("demo, L1 0", "demo, L1 1e-4")
+    assert lines == [(trained, f"{trained}, seed {seed}") for trained in wanted for seed in (0, 1)]
+    encoding = chart.specification["encoding"]
+    assert encoding["color"]["field"] == "trained"
+    assert encoding["detail"]["field"] == "label"
+    assert encoding["y"]["scale"]["type"] == "log"
+
+
 def test_the_preferred_source_comes_first_and_charts_begin_with_its_recommended_value(study, tmp_path):
     other = write_study(tmp_path, Study(name="aaa", steps=4, layers=2))
     results = side_by_side(study, other)
