@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
+from analysis.choose import where
 from analysis.explorer import masks
-from analysis.explorer.chart import Sketch, choice, nested, records, short, view, zoom
-from analysis.explorer.runs import about, initial, layer_name, layer_names, of_run
+from analysis.explorer.chart import Sketch, choice, layer_choice, nested, records, short, view, zoom
+from analysis.explorer.runs import about, initial, layer_name, of_run
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.layers import GATHER
 from analysis.load import Results
@@ -64,10 +65,10 @@ def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
         names, rate = index_n[chosen].tolist(), mask_TN[:, index_n[chosen]].mean(0)
         r = [[round(float(value), 2) for value in phi_nn[neuron, chosen]] for neuron in chosen]
         lists = {"neurons": names, "rates": [short(value * 100) for value in rate], "places": list(range(len(names)))}
-        rows.append({"run": label, "layer": layer_name(layer), "rows": r} | lists)
+        rows.append({"run": label, "layer": layer_name(layer), "number": layer, "rows": r} | lists)
     if not rows:
         raise NotMeasured("a layer with neurons that fire for some of the tokens", GATHER)
-    data = pd.DataFrame(rows)
+    data, first = pd.DataFrame(rows), initial(results, runs)
     chart = (
         alt.Chart(records(data), width=460, height=460)
         .transform_filter("datum.run === run && datum.layer === layer")
@@ -87,7 +88,7 @@ def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
                 alt.Tooltip("rate:Q", title="first fires for (% of the tokens)"),
             ],
         )
-        .add_params(choice("run", runs["label"], initial(results, runs)), _layer_choice(data["layer"]))
+        .add_params(choice("run", runs["label"], first), layer_choice(data["number"], where(data, run=first)["number"]))
     )
     caption = (
         f"The {TOGETHER} neurons of the layer with the strongest partners, ordered so that neurons that fire together "
@@ -172,12 +173,6 @@ def _tokens(results: Results, runs: pd.DataFrame) -> str:
     return " or ".join(f"{count:,}" for count in sorted(set(counts)))
 
 
-def _layer_choice(names: Iterable[str]) -> alt.Parameter:
-    """The layers of these names; first the one in the middle, since the outer ones are often unlike the others."""
-    _, *layers = layer_names([int(name.split()[1]) for name in names])
-    return choice("layer", layers, layers[len(layers) // 2])
-
-
 # --- in training ------------------------------------------------------------------------------------------------------
 
 
@@ -227,9 +222,10 @@ def drift(results: Results, runs: pd.DataFrame) -> Sketch:
         )
         .add_params(zoom("drift_zoom"))
     )
-    layers = _layer_choice(one["layer"] for one in followed)
+    first = initial(results, runs)
+    layers = layer_choice(table["layer"], where(table, label=first)["layer"])
     chart = alt.hconcat(left, right).resolve_scale(color="independent")
-    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
+    chart = chart.add_params(choice("run", runs["label"], first), layers)
     shown = f"Left: up to {FOLLOWED} neurons of a layer, evenly spaced by rank; black: fires for none of the tokens."
     return Sketch(chart, f"{shown} {_about_training(table)}{left_out}")
 

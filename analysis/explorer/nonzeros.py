@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.choose import where
-from analysis.explorer.chart import Sketch, choice, nested, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, described, initial, layer_name, layer_names, of_run
+from analysis.explorer.chart import Sketch, choice, layer_choice, nested, view, zoom
+from analysis.explorer.runs import ALL_LAYERS, about, described, initial, layer_name, of_run
 from analysis.figures import style
 from analysis.load import Results
 
@@ -87,8 +87,9 @@ def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
         )
         .add_params(zoom("position_zoom"))
     )
-    layers = layer_names(list(histogram["layer"]))
-    chart = (left | right).add_params(choice("run", runs["label"], initial(results, runs)), choice("layer", layers))
+    first = initial(results, runs)
+    layers = layer_choice(histogram["layer"], where(histogram, label=first)["layer"], ALL_LAYERS)
+    chart = (left | right).add_params(choice("run", runs["label"], first), layers)
     return Sketch(chart, about(results, runs))
 
 

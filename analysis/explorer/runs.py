@@ -84,11 +84,6 @@ def of_first_model(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["study"] == study) & (runs["model"] == model)]
 
 
-def layer_names(layers: Sequence[int]) -> list[str]:
-    """The options of a drop-down list of layers."""
-    return [ALL_LAYERS, *(layer_name(layer) for layer in sorted(set(layers)))]
-
-
 def layer_name(layer: int) -> str:
     return f"layer {layer}"
 

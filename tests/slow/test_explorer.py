@@ -138,6 +138,13 @@ def test_a_run_and_its_training_have_one_label_in_all_tables(tmp_path):
     assert initial(results, gathered(results, "in_training")) == "demo, L1 2e-5, seed 0"
 
 
+def test_charts_begin_with_the_middle_layer_of_the_run_shown_first(study, tmp_path):
+    both = side_by_side(study, write_study(tmp_path, Study(name="aaa", model="deep", steps=4, layers=8)))
+    for draw in (explorer.distribution, explorer.coactivation, explorer.search, explorer.reading, explorer.classes):
+        (layer,) = [p for p in draw(both).specification["params"] if p["name"] == "layer"]
+        assert layer["value"] == "layer 1"
+
+
 def test_tables_without_rows_have_their_columns(nothing):
     assert explorer.first_run(nothing) == ""
     for name in ("by_layer", "by_token", "masks"):
