@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.choose import where
 from analysis.explorer.chart import Sketch, choice, layer_choice, nested, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, described, initial, layer_name, of_run
+from analysis.explorer.runs import about, described, initial, layer_name, of_run
 from analysis.figures import style
 from analysis.load import Results
 
@@ -88,7 +88,7 @@ def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
         .add_params(zoom("position_zoom"))
     )
     first = initial(results, runs)
-    layers = layer_choice(histogram["layer"], where(histogram, label=first)["layer"], ALL_LAYERS)
+    layers = layer_choice(histogram["layer"], where(histogram, label=first)["layer"])
     chart = (left | right).add_params(choice("run", runs["label"], first), layers)
     return Sketch(chart, about(results, runs))
 
@@ -118,12 +118,9 @@ def unions(results: Results, runs: pd.DataFrame) -> Sketch:
 
 
 def every_layer(table: pd.DataFrame, make: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """`make` for each run, for all layers together and for each layer; adds the columns run and layer."""
-    parts = []
-    for label, of_label in table.groupby("label", sort=False):
-        layers = [(ALL_LAYERS, of_label)]
-        layers += [(layer_name(layer), where(of_label, layer=layer)) for layer in sorted(set(of_label["layer"]))]
-        parts += [make(frame).assign(run=label, layer=name) for name, frame in layers]
+    """`make` for each run and layer; adds the columns run and layer."""
+    groups = table.groupby(["label", "layer"], sort=False)
+    parts = [make(frame).assign(run=label, layer=layer_name(layer)) for (label, layer), frame in groups]
     return pd.concat(parts, ignore_index=True)
 
 

@@ -52,10 +52,18 @@ def test_every_chart_says_what_is_missing(nothing):
 
 def test_shares_of_a_histogram_add_up(demo):
     bars = [record for record in data_of(explorer.distribution(demo)) if "share" in record]
-    assert {record["layer"] for record in bars} == {"all layers", "layer 0", "layer 1", "layer 2"}
+    assert {record["layer"] for record in bars} == {"layer 0", "layer 1", "layer 2"}
     for record in bars:
         assert sum(record["share"]) == pytest.approx(100, abs=0.1)
         assert all(low < high for low, high in zip(record["low"], record["high"], strict=True))
+
+
+def test_two_runs_are_compared_over_the_tokens_of_one_layer(demo):
+    specification = explorer.two_runs(demo).specification
+    (layer,) = [param for param in specification["params"] if param["name"] == "layer"]
+    assert layer["bind"]["options"] == ["layer 0", "layer 1", "layer 2"]
+    (panel,) = [panel for panel in specification["vconcat"][1]["hconcat"] if "over tokens" in panel.get("title", "")]
+    assert {"filter": "datum.layer === layer"} in panel["transform"]
 
 
 def test_two_runs_stand_side_by_side_where_only_another_has_tokens_and_positions(demo):
