@@ -17,6 +17,7 @@ from analysis.load import Results
 LISTED = 30  # tokens of the search
 READ = 380  # tokens of the running text
 LINE = 96  # characters
+LEAST_SHARE = 0.1  # percent of the tokens: rarer classes are left out
 CHARACTER, ROW = 7.4, 19  # pixels
 LEAST, MOST, FREQUENT = "most non-zeros first", "fewest non-zeros first", "most frequent first"
 
@@ -50,10 +51,10 @@ def class_of(text: str) -> str:
         return "punctuation"
     if not letters.isascii():
         return "other script"
-    if bare.lower() in FUNCTION_WORDS:
-        return "function word"
     if not text.startswith((" ", "\n", "\t")) and not letters[0].isupper():
         return "part of a word"
+    if bare.lower() in FUNCTION_WORDS:
+        return "function word"
     return "word, capitalised" if letters[0].isupper() else "word"
 
 
@@ -148,7 +149,8 @@ def classes(results: Results, runs: pd.DataFrame) -> Sketch:
         total = table.loc[table["label"] == label, "count"].sum()
         examples = " ".join(of_kind.sort_values("count", ascending=False)["text"].head(6).map(readable))
         share = 100 * weights.sum() / total
-        rows.append({"run": label, "kind": kind, "values": values, "share": share, "examples": examples})
+        if share >= LEAST_SHARE:
+            rows.append({"run": label, "kind": kind, "values": values, "share": share, "examples": examples})
     base = (
         alt.Chart(records(pd.DataFrame(rows)), height=230)
         .transform_filter("datum.run === run")

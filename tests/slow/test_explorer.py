@@ -269,12 +269,23 @@ def test_neurons_that_come_back_are_counted(demo):
         ("  ", "line break, indentation"), (" 1,024", "number"), ("7", "number"), (" (", "punctuation"),
         ("__", "punctuation"), ("日本", "other script"), (" the", "function word"), ("The", "function word"),
         (" Paris", "word, capitalised"), (" house", "word"), ("ing", "part of a word"), ("'s", "part of a word"),
-        ("", "line break, indentation"),
+        ("in", "part of a word"), ("", "line break, indentation"),
     ],
 )  # fmt: skip
 def test_classes_of_tokens(text, kind):
     assert class_of(text) == kind
     assert kind in CLASSES
+
+
+@pytest.mark.parametrize(("percent", "shown"), [(0.09, False), (0.11, True)])
+def test_classes_with_a_thousandth_of_the_tokens_are_shown(demo, percent, shown):
+    table = demo.nonzeros["by_token"]
+    rare = table["token_id"] == table["token_id"].max()
+    text = table["text"].where(~rare, "<s>")
+    count = (table["count"].where(~rare, 0) * 1000).astype(int)
+    count = count.where(~rare, int(count.sum() / table["item"].nunique() * percent / (100 - percent)))
+    few = replace(demo, nonzeros={"by_token": table.assign(text=text, count=count)})
+    assert ("special token" in {record["kind"] for record in data_of(explorer.classes(few))}) == shown
 
 
 def test_running_text_is_laid_out_in_lines():
