@@ -24,32 +24,30 @@ FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
 
 
-@view("explorer-rates", "How often each neuron fires", "by_neuron")
+@view("explorer-rates", "Non-zeros of the most active neurons", "by_neuron")
 def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
         rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
-        fired = int((rate > 0).sum())
-        ends = (1, max(fired, 1), RANKS // 2)
-        at = np.unique(np.concatenate([np.geomspace(*ends), np.linspace(*ends)]).round().astype(int)) - 1
-        points = {"rank": 100 * (at + 1) / len(rate), "rate": rate[at] * 100}
-        parts.append(pd.DataFrame(points).assign(run=label, layer=layer, silent=100 * (1 - fired / len(rate))))
+        at = np.unique(np.linspace(1, len(rate), RANKS).round().astype(int)) - 1
+        share = 100 * rate.cumsum()[at] / (rate.sum() or 1)
+        points = {"rank": 100 * (at + 1) / len(rate), "rate": rate[at] * 100, "share": share}
+        parts.append(pd.DataFrame(points).assign(run=label, layer=layer))
     data = pd.concat(parts, ignore_index=True)
     chart = (
-        alt.Chart(nested(data[data["rate"] > 0], "run", "layer", "silent"), width=560, height=300)
+        alt.Chart(nested(data, "run", "layer"), width=560, height=300)
         .transform_filter("datum.run === run")
-        .transform_flatten(["rank", "rate"])
+        .transform_flatten(["rank", "rate", "share"])
         .mark_line(point={"size": 12})
         .encode(
             x=alt.X("rank:Q", title="neurons, the most active first (% of N)"),
-            y=alt.Y("rate:Q", scale=alt.Scale(type="log"), title="fires for (% of the tokens, log)"),
+            y=alt.Y("share:Q", title="share of the non-zeros (%)"),
             color=alt.Color("layer:O", scale=alt.Scale(scheme="viridis")),
-            tooltip=["layer:O", "rank:Q", "rate:Q", alt.Tooltip("silent:Q", title="never fired (% of N)")],
+            tooltip=["layer:O", "rank:Q", "share:Q", alt.Tooltip("rate:Q", title="fires for (% of the tokens)")],
         )
         .add_params(choice("run", runs["label"], initial(results, runs)), zoom("rate_zoom"))
     )
-    caption = f"A line ends where the remaining neurons of the layer never fired. {about(results, runs)}"
-    return Sketch(chart, caption, ("run",))
+    return Sketch(chart, about(results, runs), ("run",))
 
 
 # --- which fire together ----------------------------------------------------------------------------------------------

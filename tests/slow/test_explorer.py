@@ -249,6 +249,14 @@ def test_what_becomes_of_neurons(demo):
     assert found["silent once, fire at the end"] == 1
 
 
+def test_shares_of_the_most_active_neurons_add_up(demo):
+    table = demo.nonzeros["by_neuron"].query("neuron < 4")
+    rates = table["neuron"].map({0: 0.4, 1: 0.0, 2: 0.1, 3: 0.5}) * (table["layer"] < 2)
+    chart = explorer.firing_rates(replace(demo, nonzeros={"by_neuron": table.assign(rate=rates)}))
+    shares = [record["share"] for record in data_of(chart)]
+    assert shares[:3] == [[50, 90, 100, 100], [50, 90, 100, 100], [0, 0, 0, 0]], "the last layer never fires"
+
+
 def test_neurons_that_come_back_are_counted(demo):
     records = [r for r in data_of(explorer.deaths(demo)) if r["run"] == "demo, L1 0" and r["layer"] == 0]
     by_step = {record["step"]: record for record in records}
