@@ -159,10 +159,8 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
 
 
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The runs that a chart with much data shows, and a sentence about the others; empty if there are none."""
-    others = len(runs) - MOST_RUNS
-    number = "1 more run is" if others == 1 else f"{others} more runs are"
-    said = f" {number} left out; choose others with TWELL_RESULTS=FOLDER." if others > 0 else ""
+    """The runs that a chart with much data shows, and a sentence if these are not all."""
+    said = f" The first {MOST_RUNS} of {len(runs)} runs." if len(runs) > MOST_RUNS else ""
     return runs.head(MOST_RUNS), said
 
 

@@ -330,10 +330,10 @@ def test_charts_with_much_data_count_the_runs_that_they_leave_out(demo, monkeypa
     assert len(labels) > 1
     monkeypatch.setattr(neurons, "MOST_RUNS", len(labels))
     whole = view(demo)
-    assert "left out; choose others" not in whole.caption
+    assert "The first" not in whole.caption
     monkeypatch.setattr(neurons, "MOST_RUNS", 1)
     chart = view(demo)
-    assert f"{len(labels) - 1} more runs are left out; choose others with TWELL_RESULTS=FOLDER." in chart.caption
+    assert chart.caption.endswith(f" The first 1 of {len(labels)} runs.")
     assert {record["run"] for record in data_of(chart) if "run" in record} == {labels[0]}
 
 
