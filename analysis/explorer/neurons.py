@@ -256,28 +256,23 @@ def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("fates", "What becomes of neurons", "in_training")
 def fates(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """The fate of the neurons in every run: silent at the end; of these, never seen to fire, or silent from some step
-    on; and neurons that were silent at some step but fire at the end."""
+    """For the run that charts show first: the neurons of each layer that are silent at the end, and from which step on;
+    and those that were silent at some step but fire at the end."""
     rows = []
-    table = of_run(results, "in_training", runs)
-    for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
+    first = runs[runs["label"] == initial(results, runs)]
+    for (label, layer), of_layer in of_run(results, "in_training", first).groupby(["label", "layer"], sort=False):
         fires = of_layer.pivot(index="neuron", columns="step", values="rate") > 0
-        steps = fires.columns.to_numpy()
         silent = ~fires.iloc[:, -1]
-        never = ~fires.any(axis=1)
-        fell = fires[silent & ~never].to_numpy()
-        # The first recorded step from which on it is silent.
-        since = steps[len(steps) - np.argmax(fell[:, ::-1], axis=1)] if len(fell) else np.zeros(0)
-        back = fires.iloc[:, -1] & ~fires.all(axis=1)
+        # Of each silent neuron, the number of steps up to the last one at which it fires.
+        before = fires[silent].iloc[:, ::-1].cummax(axis=1).sum(axis=1)
+        back = ~silent & ~fires.all(axis=1)
         rows.append(
             {
                 "run": label,
                 "layer": layer,
                 "neurons": len(fires),
                 "silent at the end": int(silent.sum()),
-                "never seen to fire": int(never.sum()),
-                "fell silent": len(fell),
-                "median step of that": f"{int(np.median(since)):,}" if len(fell) else "",
+                "from step (median)": f"{np.median(fires.columns[before]):,.0f}" if silent.any() else "",
                 "silent once, fire at the end": int(back.sum()),
             }
         )

@@ -240,12 +240,12 @@ def test_pairs_that_always_fire_together_are_found(demo):
     assert set(found["neurons"]) == {NEURONS}
 
 
-def test_what_becomes_of_neurons(demo):
-    found = explorer.fates(demo).iloc[0]
+def test_what_becomes_of_neurons_of_the_run_shown_first(demo):
+    fates = explorer.fates(demo)
+    assert set(fates["run"]) == {explorer.first_run(demo)}
+    found = fates.iloc[0]
     assert found["silent at the end"] == 2
-    assert found["never seen to fire"] == 1
-    assert found["fell silent"] == 1
-    assert found["median step of that"] == "4"
+    assert found["from step (median)"] == "2", "between 1, of the one that never fires, and 4"
     assert found["silent once, fire at the end"] == 1
 
 
