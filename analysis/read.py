@@ -227,6 +227,8 @@ def _column(path: Path, column: pd.Series) -> pd.Series:
         return column.astype("float64" if name in _FLOATS else "Int64")
     if not pd.api.types.is_numeric_dtype(column):
         raise ResultsError(f"{path}: column {name} holds {column.dropna().iloc[0]!r}, wanted numbers")
+    if column.dtype == "Int64" and column.notna().all():
+        return column.astype("int64")
     return column.astype("float64") if name == "l1" else column
 
 

@@ -179,6 +179,13 @@ def test_damaged_and_incomplete_parquet(study, tmp_path):
         load(copy)
 
 
+def test_integers_of_a_parquet_file_are_nullable_only_where_one_is_missing(tmp_path):
+    layers = {"whole": pd.array([0, 1], "Int64"), "some": pd.array([0, None], "Int64")}
+    pd.DataFrame({"step": [1, 2]} | layers).to_parquet(tmp_path / "a.parquet")
+    table = read.read_table(tmp_path / "a.parquet", ("step",), ("whole", "some"))
+    assert table.dtypes.astype(str).to_dict() == {"step": "int64", "whole": "int64", "some": "Int64"}
+
+
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
 TIMED, SYNTHETIC = {"op": "ffn_forward", "plan": "dense"}, {"pattern": "synthetic", "mean_nnz": 10.0}
 

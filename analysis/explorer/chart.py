@@ -17,7 +17,7 @@ import pandas as pd
 import vl_convert
 from PIL import Image
 
-from analysis.explorer.runs import gathered
+from analysis.explorer.runs import gathered, layer_name
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.style import GRID, INK, MUTED
 from analysis.load import Results
@@ -152,6 +152,14 @@ def choice(name: str, options: Iterable[str], initial: str | None = None, label:
     options = list(options)
     bound = alt.binding_select(options=options, name=f"{label or name} ")
     return alt.param(name=name, bind=bound, value=options[0] if initial is None else initial)
+
+
+def layer_choice(layers: Iterable[int], own: Iterable[int], *others: str) -> Any:
+    """The parameter `layer`: `others`, then `layers`. First the middle one of `own`, the layers of the run shown first:
+    the outer ones are often unlike the rest."""
+    own = sorted(set(own))
+    names = [layer_name(layer) for layer in sorted(set(layers))]
+    return choice("layer", [*others, *names], layer_name(own[len(own) // 2]))
 
 
 def search_box(label: str) -> Any:

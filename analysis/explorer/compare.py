@@ -8,8 +8,9 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
-from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
+from analysis.choose import where
+from analysis.explorer.chart import Sketch, choice, layer_choice, nested, records, short, view, zoom
+from analysis.explorer.nonzeros import DETAILS, NONZEROS, every_layer, histogram_of, positions_of
 from analysis.explorer.runs import RUN, about, gathered, in_most_tables, initial, of_first_model, of_run
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured
@@ -43,14 +44,16 @@ def two_runs(results: Results, runs: pd.DataFrame) -> Sketch:
     return Sketch(chart, caption, ("first + ' and ' + second",))
 
 
-def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:
+def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any], *keys: str) -> Any:
+    """`keys`: those of `nested` besides the run."""
     colour = alt.Color(
         "side:N", scale=alt.Scale(domain=["first", "second"], range=list(style.CATEGORIES[:2])), title="run",
         legend=alt.Legend(orient="bottom"),
     )  # fmt: skip
     return (
-        alt.Chart(records(data), title=title, **SIZE)
+        alt.Chart(nested(data, "run", *keys), title=title, **SIZE)
         .transform_filter(EITHER)
+        .transform_flatten([column for column in data if column not in ("run", *keys)])
         .transform_calculate(side="datum.run === first ? 'first' : 'second'")
         .mark_line(point={"size": 18})
         .encode(x=x, y=y, color=colour, tooltip=["run:N", *tooltip])
@@ -63,30 +66,32 @@ def _by_layer(results: Results, runs: pd.DataFrame) -> Any:
     shown = [name for name in DETAILS if name in table]
     tooltip = ["layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=DETAILS[name]) for name in shown)]
     x = alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d"))
-    y = alt.Y("mean:Q", title=f"mean {NONZEROS}")
-    return _lines(table[["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip)
+    y = alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros (log)")
+    return _lines(
+        table.loc[table["mean"] > 0, ["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip
+    )
 
 
 def _positions(results: Results, runs: pd.DataFrame) -> Any:
-    data = _each(results, runs, "by_position", positions_of)
+    groups = _table(results, runs, "by_position").groupby("label", sort=False)
+    data = pd.concat([positions_of(of_label).assign(run=label) for label, of_label in groups], ignore_index=True)
     x = alt.X("position:Q", scale=alt.Scale(type="log", nice=False), title="position (tokens, log)")
     y = alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros, all layers (log)")
     return _lines(data[data["mean"] > 0], "by position", "place_zoom", x, y, ["position:Q", "mean:Q"])
 
 
 def _histogram(results: Results, runs: pd.DataFrame) -> Any:
-    data = _each(results, runs, "histogram", histogram_of)
+    table = _table(results, runs, "histogram")
+    data = every_layer(table, histogram_of)
     data["middle"] = (data["low"] + data["high"] - 1) / 2
     # The share in a bin depends on the bin's width, and each run has its own bins: the mean of the counts in it.
     data["density"] = data["share"] / (data["high"] - data["low"])
     x = alt.X("middle:Q", title=NONZEROS)
-    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens (% for each count, all layers, log)")
-    return _lines(data[data["density"] > 0], "over tokens", "count_zoom", x, y, ["low:Q", "high:Q", "density:Q"])
-
-
-def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.DataFrame:
-    groups = _table(results, runs, table).groupby("label", sort=False)
-    return pd.concat([make(of_label).assign(run=label) for label, of_label in groups], ignore_index=True)
+    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens (% for each count, log)")
+    data, tooltip = data[data["density"] > 0], ["low:Q", "high:Q", "density:Q"]
+    lines = _lines(data, "over tokens, in the chosen layer", "count_zoom", x, y, tooltip, "layer")
+    layers = layer_choice(table["layer"], where(table, label=table["label"].iloc[0])["layer"])
+    return lines.transform_filter("datum.layer === layer").add_params(layers)
 
 
 def _table(results: Results, runs: pd.DataFrame, name: str) -> pd.DataFrame:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
+from analysis.choose import where
 from analysis.explorer import masks
-from analysis.explorer.chart import Sketch, choice, nested, records, short, view, zoom
-from analysis.explorer.runs import about, initial, layer_name, layer_names, of_run
+from analysis.explorer.chart import Sketch, choice, layer_choice, nested, records, short, view, zoom
+from analysis.explorer.runs import about, initial, layer_name, of_run
 from analysis.figures.drawn import NotMeasured
 from analysis.figures.layers import GATHER
 from analysis.load import Results
@@ -23,32 +24,30 @@ FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
 
 
-@view("explorer-rates", "How often each neuron fires", "by_neuron")
+@view("explorer-rates", "Non-zeros of the most active neurons", "by_neuron")
 def firing_rates(results: Results, runs: pd.DataFrame) -> Sketch:
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
         rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
-        fired = int((rate > 0).sum())
-        ends = (1, max(fired, 1), RANKS // 2)
-        at = np.unique(np.concatenate([np.geomspace(*ends), np.linspace(*ends)]).round().astype(int)) - 1
-        points = {"rank": 100 * (at + 1) / len(rate), "rate": rate[at] * 100}
-        parts.append(pd.DataFrame(points).assign(run=label, layer=layer, silent=100 * (1 - fired / len(rate))))
+        at = np.unique(np.linspace(1, len(rate), RANKS).round().astype(int)) - 1
+        share = 100 * rate.cumsum()[at] / (rate.sum() or 1)
+        points = {"rank": 100 * (at + 1) / len(rate), "rate": rate[at] * 100, "share": share}
+        parts.append(pd.DataFrame(points).assign(run=label, layer=layer))
     data = pd.concat(parts, ignore_index=True)
     chart = (
-        alt.Chart(nested(data[data["rate"] > 0], "run", "layer", "silent"), width=560, height=300)
+        alt.Chart(nested(data, "run", "layer"), width=560, height=300)
         .transform_filter("datum.run === run")
-        .transform_flatten(["rank", "rate"])
+        .transform_flatten(["rank", "rate", "share"])
         .mark_line(point={"size": 12})
         .encode(
             x=alt.X("rank:Q", title="neurons, the most active first (% of N)"),
-            y=alt.Y("rate:Q", scale=alt.Scale(type="log"), title="fires for (% of the tokens, log)"),
+            y=alt.Y("share:Q", title="share of the non-zeros (%)"),
             color=alt.Color("layer:O", scale=alt.Scale(scheme="viridis")),
-            tooltip=["layer:O", "rank:Q", "rate:Q", alt.Tooltip("silent:Q", title="never fired (% of N)")],
+            tooltip=["layer:O", "rank:Q", "share:Q", alt.Tooltip("rate:Q", title="fires for (% of the tokens)")],
         )
         .add_params(choice("run", runs["label"], initial(results, runs)), zoom("rate_zoom"))
     )
-    caption = f"A line ends where the remaining neurons of the layer never fired. {about(results, runs)}"
-    return Sketch(chart, caption, ("run",))
+    return Sketch(chart, about(results, runs), ("run",))
 
 
 # --- which fire together ----------------------------------------------------------------------------------------------
@@ -64,10 +63,10 @@ def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
         names, rate = index_n[chosen].tolist(), mask_TN[:, index_n[chosen]].mean(0)
         r = [[round(float(value), 2) for value in phi_nn[neuron, chosen]] for neuron in chosen]
         lists = {"neurons": names, "rates": [short(value * 100) for value in rate], "places": list(range(len(names)))}
-        rows.append({"run": label, "layer": layer_name(layer), "rows": r} | lists)
+        rows.append({"run": label, "layer": layer_name(layer), "number": layer, "rows": r} | lists)
     if not rows:
         raise NotMeasured("a layer with neurons that fire for some of the tokens", GATHER)
-    data = pd.DataFrame(rows)
+    data, first = pd.DataFrame(rows), initial(results, runs)
     chart = (
         alt.Chart(records(data), width=460, height=460)
         .transform_filter("datum.run === run && datum.layer === layer")
@@ -87,7 +86,7 @@ def coactivation(results: Results, runs: pd.DataFrame) -> Sketch:
                 alt.Tooltip("rate:Q", title="first fires for (% of the tokens)"),
             ],
         )
-        .add_params(choice("run", runs["label"], initial(results, runs)), _layer_choice(data["layer"]))
+        .add_params(choice("run", runs["label"], first), layer_choice(data["number"], where(data, run=first)["number"]))
     )
     caption = (
         f"The {TOGETHER} neurons of the layer with the strongest partners, ordered so that neurons that fire together "
@@ -160,22 +159,14 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
 
 
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The runs that a chart with much data shows, and a sentence about the others; empty if there are none."""
-    others = len(runs) - MOST_RUNS
-    number = "1 more run is" if others == 1 else f"{others} more runs are"
-    said = f" {number} left out; choose others with TWELL_RESULTS=FOLDER." if others > 0 else ""
+    """The runs that a chart with much data shows, and a sentence if these are not all."""
+    said = f" The first {MOST_RUNS} of {len(runs)} runs." if len(runs) > MOST_RUNS else ""
     return runs.head(MOST_RUNS), said
 
 
 def _tokens(results: Results, runs: pd.DataFrame) -> str:
     counts = of_run(results, "masks", runs).groupby("label").size()
     return " or ".join(f"{count:,}" for count in sorted(set(counts)))
-
-
-def _layer_choice(names: Iterable[str]) -> alt.Parameter:
-    """The layers of these names; first the one in the middle, since the outer ones are often unlike the others."""
-    _, *layers = layer_names([int(name.split()[1]) for name in names])
-    return choice("layer", layers, layers[len(layers) // 2])
 
 
 # --- in training ------------------------------------------------------------------------------------------------------
@@ -227,9 +218,10 @@ def drift(results: Results, runs: pd.DataFrame) -> Sketch:
         )
         .add_params(zoom("drift_zoom"))
     )
-    layers = _layer_choice(one["layer"] for one in followed)
+    first = initial(results, runs)
+    layers = layer_choice(table["layer"], where(table, label=first)["layer"])
     chart = alt.hconcat(left, right).resolve_scale(color="independent")
-    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
+    chart = chart.add_params(choice("run", runs["label"], first), layers)
     shown = f"Left: up to {FOLLOWED} neurons of a layer, evenly spaced by rank; black: fires for none of the tokens."
     return Sketch(chart, f"{shown} {_about_training(table)}{left_out}")
 
@@ -264,28 +256,23 @@ def deaths(results: Results, runs: pd.DataFrame) -> Sketch:
 
 @view("fates", "What becomes of neurons", "in_training")
 def fates(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """The fate of the neurons in every run: silent at the end; of these, never seen to fire, or silent from some step
-    on; and neurons that were silent at some step but fire at the end."""
+    """For the run that charts show first: the neurons of each layer that are silent at the end, and from which step on;
+    and those that were silent at some step but fire at the end."""
     rows = []
-    table = of_run(results, "in_training", runs)
-    for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
+    first = runs[runs["label"] == initial(results, runs)]
+    for (label, layer), of_layer in of_run(results, "in_training", first).groupby(["label", "layer"], sort=False):
         fires = of_layer.pivot(index="neuron", columns="step", values="rate") > 0
-        steps = fires.columns.to_numpy()
         silent = ~fires.iloc[:, -1]
-        never = ~fires.any(axis=1)
-        fell = fires[silent & ~never].to_numpy()
-        # The first recorded step from which on it is silent.
-        since = steps[len(steps) - np.argmax(fell[:, ::-1], axis=1)] if len(fell) else np.zeros(0)
-        back = fires.iloc[:, -1] & ~fires.all(axis=1)
+        # Of each silent neuron, the number of steps up to the last one at which it fires.
+        before = fires[silent].iloc[:, ::-1].cummax(axis=1).sum(axis=1)
+        back = ~silent & ~fires.all(axis=1)
         rows.append(
             {
                 "run": label,
                 "layer": layer,
                 "neurons": len(fires),
                 "silent at the end": int(silent.sum()),
-                "never seen to fire": int(never.sum()),
-                "fell silent": len(fell),
-                "median step of that": f"{int(np.median(since)):,}" if len(fell) else "",
+                "from step (median)": f"{np.median(fires.columns[before]):,.0f}" if silent.any() else "",
                 "silent once, fire at the end": int(back.sum()),
             }
         )

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.choose import where
-from analysis.explorer.chart import Sketch, choice, nested, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, initial, layer_name, layer_names, of_run
+from analysis.explorer.chart import Sketch, choice, layer_choice, nested, view, zoom
+from analysis.explorer.runs import about, described, initial, layer_name, of_run
 from analysis.figures import style
 from analysis.load import Results
 
@@ -25,20 +25,25 @@ DETAILS = {
 @view("explorer-layers", "Non-zeros by layer", "by_layer")
 def by_layer(results: Results, runs: pd.DataFrame) -> Sketch:
     table = of_run(results, "by_layer", runs)
-    table = table.assign(model=table["study"] + ", " + table["model"])
+    trained = table["label"].map(runs.set_index("label").apply(described, axis=1))
+    table = table.assign(model=table["study"] + ", " + table["model"], trained=trained)
     first = ", ".join(runs[["study", "model"]].iloc[0])
     shown = {name: title for name, title in DETAILS.items() if name in table}
-    data = table[["model", "label", "layer", "mean", *shown]]
-    picked = alt.selection_point(name="picked", fields=["label"], bind="legend")
+    data = table[["model", "label", "trained", "layer", "mean", *shown]]
+    picked = alt.selection_point(name="picked", fields=["trained"], bind="legend")
     chart = (
-        alt.Chart(nested(data, "model", "label"), width=520, height=300)
+        alt.Chart(nested(data, "model", "label", "trained"), width=520, height=300)
         .transform_filter("datum.model === model")
         .transform_flatten(["layer", "mean", *shown])
+        .transform_filter("datum.mean > 0")
         .mark_line(point=True)
         .encode(
             x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d")),
-            y=alt.Y("mean:Q", title=f"mean {NONZEROS}"),
-            color=alt.Color("label:N", sort=list(runs["label"]), scale=alt.Scale(scheme="viridis"), title="run"),
+            y=alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros (log)"),
+            color=alt.Color(
+                "trained:N", sort=list(dict.fromkeys(data["trained"])), scale=alt.Scale(scheme="viridis"), title="runs"
+            ),
+            detail="label:N",
             opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
             tooltip=["label:N", "layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=shown[name]) for name in shown)],
         )
@@ -82,8 +87,9 @@ def distribution(results: Results, runs: pd.DataFrame) -> Sketch:
         )
         .add_params(zoom("position_zoom"))
     )
-    layers = layer_names(list(histogram["layer"]))
-    chart = (left | right).add_params(choice("run", runs["label"], initial(results, runs)), choice("layer", layers))
+    first = initial(results, runs)
+    layers = layer_choice(histogram["layer"], where(histogram, label=first)["layer"])
+    chart = (left | right).add_params(choice("run", runs["label"], first), layers)
     return Sketch(chart, about(results, runs))
 
 
@@ -112,12 +118,9 @@ def unions(results: Results, runs: pd.DataFrame) -> Sketch:
 
 
 def every_layer(table: pd.DataFrame, make: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """`make` for each run, for all layers together and for each layer; adds the columns run and layer."""
-    parts = []
-    for label, of_label in table.groupby("label", sort=False):
-        layers = [(ALL_LAYERS, of_label)]
-        layers += [(layer_name(layer), where(of_label, layer=layer)) for layer in sorted(set(of_label["layer"]))]
-        parts += [make(frame).assign(run=label, layer=name) for name, frame in layers]
+    """`make` for each run and layer; adds the columns run and layer."""
+    groups = table.groupby(["label", "layer"], sort=False)
+    parts = [make(frame).assign(run=label, layer=layer_name(layer)) for (label, layer), frame in groups]
     return pd.concat(parts, ignore_index=True)
 
 

@@ -84,11 +84,6 @@ def of_first_model(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["study"] == study) & (runs["model"] == model)]
 
 
-def layer_names(layers: Sequence[int]) -> list[str]:
-    """The options of a drop-down list of layers."""
-    return [ALL_LAYERS, *(layer_name(layer) for layer in sorted(set(layers)))]
-
-
 def layer_name(layer: int) -> str:
     return f"layer {layer}"
 
@@ -113,7 +108,8 @@ def _labelled(results: Results) -> pd.DataFrame:
     plain = items["l1"].where(items["modification"].isin(("", "none")))
     values = plain.groupby([items["study"], items["model"]], dropna=False).transform("nunique")
     with_study = items["study"].nunique() > 1
-    label = pd.Series([_label(run, with_study) for _, run in items.iterrows()], index=items.index, dtype=object)
+    label = pd.Series([described(run) for _, run in items.iterrows()], index=items.index, dtype=object)
+    label = items["study"] + ": " + label if with_study else label
     several = items["seed"].groupby(label).transform("nunique") > 1
     label = label.mask(several & items["seed"].notna(), label + ", seed " + items["seed"].astype(str))
     for tables in ([IN_TRAINING], [name for name in results.nonzeros if name != IN_TRAINING]):
@@ -128,11 +124,12 @@ def _runs_in(results: Results, tables: Sequence[str]) -> pd.DataFrame:
     return pd.concat(known).drop_duplicates() if known else results.rows[RUN].iloc[:0]
 
 
-def _label(run: pd.Series, with_study: bool) -> str:
+def described(run: pd.Series) -> str:
+    """Model, L1 and modification: the same for every seed."""
     parts = [run["model"] or run["item"]]
     parts += [] if pd.isna(run["l1"]) else [f"L1 {l1_label(float(run['l1']))}"]
     parts += [] if run["modification"] in ("", "none") else [choose.MODIFICATIONS[run["modification"]]]
-    return f"{run['study']}: {', '.join(parts)}" if with_study else ", ".join(parts)
+    return ", ".join(parts)
 
 
 def about(results: Results, runs: pd.DataFrame) -> str:

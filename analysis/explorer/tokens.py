@@ -8,8 +8,8 @@ import altair as alt
 import pandas as pd
 
 from analysis.explorer import masks
-from analysis.explorer.chart import MONO, Sketch, choice, nested, records, search_box, short, view
-from analysis.explorer.runs import ALL_LAYERS, about, initial, layer_name, layer_names, of_run
+from analysis.explorer.chart import MONO, Sketch, choice, layer_choice, nested, records, search_box, short, view
+from analysis.explorer.runs import ALL_LAYERS, about, initial, layer_name, of_run
 from analysis.figures import style
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
@@ -17,6 +17,7 @@ from analysis.load import Results
 LISTED = 30  # tokens of the search
 READ = 380  # tokens of the running text
 LINE = 96  # characters
+LEAST_SHARE = 0.1  # percent of the tokens: rarer classes are left out
 CHARACTER, ROW = 7.4, 19  # pixels
 LEAST, MOST, FREQUENT = "most non-zeros first", "fewest non-zeros first", "most frequent first"
 
@@ -50,10 +51,10 @@ def class_of(text: str) -> str:
         return "punctuation"
     if not letters.isascii():
         return "other script"
-    if bare.lower() in FUNCTION_WORDS:
-        return "function word"
     if not text.startswith((" ", "\n", "\t")) and not letters[0].isupper():
         return "part of a word"
+    if bare.lower() in FUNCTION_WORDS:
+        return "function word"
     return "word, capitalised" if letters[0].isupper() else "word"
 
 
@@ -91,11 +92,11 @@ def search(results: Results, runs: pd.DataFrame) -> Sketch:
 @view("explorer-text", "Running text, coloured by non-zeros", "masks", "by_neuron")
 def reading(results: Results, runs: pd.DataFrame) -> Sketch:
     neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
-    parts, layers = [], set()
+    parts, layers = [], {}
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
         table = table.sort_values("index", kind="stable").head(READ)
         own = masks.layers_of(table)
-        layers |= set(own)
+        layers[label] = len(own)
         counts = [masks.unpack_masks(table, layer, neurons[label, layer]).sum(1) for layer in own]
         means = sum(counts) / len(counts)
         values = pd.Series([[short(mean), *map(int, one)] for mean, *one in zip(means, *counts, strict=True)])
@@ -110,7 +111,7 @@ def reading(results: Results, runs: pd.DataFrame) -> Sketch:
         .transform_filter("datum.run === run")
         .transform_flatten([name for name in data if name != "run"])
         .transform_calculate(below="datum.line + 1")
-        .transform_calculate(count=_value(sorted(layers)))
+        .transform_calculate(count=_value(layers))
         .encode(
             y=alt.Y("line:Q", scale=alt.Scale(domain=[0, lines], reverse=True, nice=False, zero=False), axis=None),
             tooltip=[alt.Tooltip("shown:N", title="token"), alt.Tooltip("count:Q", title="non-zeros"), "position:Q"],
@@ -131,7 +132,7 @@ def reading(results: Results, runs: pd.DataFrame) -> Sketch:
     )
     texts = texts.encode(x=alt.X("start:Q", axis=None), y=alt.Y("middle:Q", axis=None), text="shown:N")
     chart = (boxes + texts).properties(width=LINE * CHARACTER, height=lines * ROW)
-    chart = chart.add_params(search_box("frame tokens with"), *_choices(results, runs, sorted(layers)))
+    chart = chart.add_params(search_box("frame tokens with"), *_choices(results, runs, layers))
     caption = f"The first {READ} held-out tokens; ⏎ ends a line. All layers: the mean over layers."
     return Sketch(chart, caption)
 
@@ -148,7 +149,8 @@ def classes(results: Results, runs: pd.DataFrame) -> Sketch:
         total = table.loc[table["label"] == label, "count"].sum()
         examples = " ".join(of_kind.sort_values("count", ascending=False)["text"].head(6).map(readable))
         share = 100 * weights.sum() / total
-        rows.append({"run": label, "kind": kind, "values": values, "share": share, "examples": examples})
+        if share >= LEAST_SHARE:
+            rows.append({"run": label, "kind": kind, "values": values, "share": share, "examples": examples})
     base = (
         alt.Chart(records(pd.DataFrame(rows)), height=230)
         .transform_filter("datum.run === run")
@@ -171,26 +173,31 @@ def classes(results: Results, runs: pd.DataFrame) -> Sketch:
     return Sketch(chart, caption)
 
 
-def _tokens_of(results: Results, runs: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
-    """The runs' frequent tokens, with `values` (the mean over layers, then each layer), and the layers."""
+def _tokens_of(results: Results, runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, int]]:
+    """The runs' frequent tokens, with `values` (the mean over layers, then each layer), and each run's number of
+    layers."""
     table = of_run(results, "by_token", runs)
     table = table[table["frequency"] >= RAREST].reset_index(drop=True)
-    parts = []
-    for _, of_label in table.groupby("label", sort=False):
-        columns = ["mean", *(f"layer_{layer}" for layer in masks.layers_of(of_label))]
+    parts, layers = [], {}
+    for label, of_label in table.groupby("label", sort=False):
+        own = masks.layers_of(of_label)
+        layers[label] = len(own)
+        columns = ["mean", *(f"layer_{layer}" for layer in own)]
         values = [[short(value) for value in row] for row in of_label[columns].to_numpy()]
         parts.append(of_label.assign(values=pd.Series(values, index=of_label.index)))
-    table = pd.concat(parts, ignore_index=True)
-    return table, list(range(max(map(len, table["values"])) - 1))
+    return pd.concat(parts, ignore_index=True), layers
 
 
-def _choices(results: Results, runs: pd.DataFrame, layers: list[int]) -> tuple[alt.Parameter, alt.Parameter]:
-    return choice("run", runs["label"], initial(results, runs)), choice("layer", layer_names(layers))
+def _choices(results: Results, runs: pd.DataFrame, layers: dict[str, int]) -> tuple[alt.Parameter, alt.Parameter]:
+    """`layers`: their number for each run."""
+    first = initial(results, runs)
+    one = layer_choice(range(max(layers.values())), range(layers[first]), ALL_LAYERS)
+    return choice("run", runs["label"], first), one
 
 
-def _value(layers: list[int]) -> str:
+def _value(layers: dict[str, int]) -> str:
     """The Vega expression that selects the chosen layer's value from `values`."""
-    names = [ALL_LAYERS, *map(layer_name, layers)]
+    names = [ALL_LAYERS, *map(layer_name, range(max(layers.values())))]
     return f"datum.values[indexof({names!r}, layer)]"
 
 

@@ -52,10 +52,18 @@ def test_every_chart_says_what_is_missing(nothing):
 
 def test_shares_of_a_histogram_add_up(demo):
     bars = [record for record in data_of(explorer.distribution(demo)) if "share" in record]
-    assert {record["layer"] for record in bars} == {"all layers", "layer 0", "layer 1", "layer 2"}
+    assert {record["layer"] for record in bars} == {"layer 0", "layer 1", "layer 2"}
     for record in bars:
         assert sum(record["share"]) == pytest.approx(100, abs=0.1)
         assert all(low < high for low, high in zip(record["low"], record["high"], strict=True))
+
+
+def test_two_runs_are_compared_over_the_tokens_of_one_layer(demo):
+    specification = explorer.two_runs(demo).specification
+    (layer,) = [param for param in specification["params"] if param["name"] == "layer"]
+    assert layer["bind"]["options"] == ["layer 0", "layer 1", "layer 2"]
+    (panel,) = [panel for panel in specification["vconcat"][1]["hconcat"] if "over tokens" in panel.get("title", "")]
+    assert {"filter": "datum.layer === layer"} in panel["transform"]
 
 
 def test_two_runs_stand_side_by_side_where_only_another_has_tokens_and_positions(demo):
@@ -82,6 +90,18 @@ def test_two_seeds_have_two_labels(tmp_path):
     sweep = Study(steps=4, layers=2, l1=(0.0, 1e-4), seeds=(0, 1), sweep=True)
     labels = list(gathered(load(write_study(tmp_path, sweep)), "by_layer")["label"])
     assert labels == ["demo, L1 0, seed 0", "demo, L1 0, seed 1", "demo, L1 1e-4, seed 0", "demo, L1 1e-4, seed 1"]
+
+
+def test_seeds_are_lines_of_one_colour_in_the_chart_by_layer(tmp_path):
+    sweep = Study(steps=4, layers=2, l1=(0.0, 1e-4), seeds=(0, 1), sweep=True)
+    chart = explorer.by_layer(load(write_study(tmp_path, sweep)))
+    lines = [(record["trained"], record["label"]) for record in data_of(chart)]
+    wanted = ("demo, L1 0", "demo, L1 1e-4")
+    assert lines == [(trained, f"{trained}, seed {seed}") for trained in wanted for seed in (0, 1)]
+    encoding = chart.specification["encoding"]
+    assert encoding["color"]["field"] == "trained"
+    assert encoding["detail"]["field"] == "label"
+    assert encoding["y"]["scale"]["type"] == "log"
 
 
 def test_the_preferred_source_comes_first_and_charts_begin_with_its_recommended_value(study, tmp_path):
@@ -124,6 +144,13 @@ def test_a_run_and_its_training_have_one_label_in_all_tables(tmp_path):
         assert len(shown) == len(results.nonzeros[name])
     assert explorer.first_run(results) == "demo, L1 2e-5, seed 1", "the one with masks"
     assert initial(results, gathered(results, "in_training")) == "demo, L1 2e-5, seed 0"
+
+
+def test_charts_begin_with_the_middle_layer_of_the_run_shown_first(study, tmp_path):
+    both = side_by_side(study, write_study(tmp_path, Study(name="aaa", model="deep", steps=4, layers=8)))
+    for draw in (explorer.distribution, explorer.coactivation, explorer.search, explorer.reading, explorer.classes):
+        (layer,) = [p for p in draw(both).specification["params"] if p["name"] == "layer"]
+        assert layer["value"] == "layer 1"
 
 
 def test_tables_without_rows_have_their_columns(nothing):
@@ -213,13 +240,21 @@ def test_pairs_that_always_fire_together_are_found(demo):
     assert set(found["neurons"]) == {NEURONS}
 
 
-def test_what_becomes_of_neurons(demo):
-    found = explorer.fates(demo).iloc[0]
+def test_what_becomes_of_neurons_of_the_run_shown_first(demo):
+    fates = explorer.fates(demo)
+    assert set(fates["run"]) == {explorer.first_run(demo)}
+    found = fates.iloc[0]
     assert found["silent at the end"] == 2
-    assert found["never seen to fire"] == 1
-    assert found["fell silent"] == 1
-    assert found["median step of that"] == "4"
+    assert found["from step (median)"] == "2", "between 1, of the one that never fires, and 4"
     assert found["silent once, fire at the end"] == 1
+
+
+def test_shares_of_the_most_active_neurons_add_up(demo):
+    table = demo.nonzeros["by_neuron"].query("neuron < 4")
+    rates = table["neuron"].map({0: 0.4, 1: 0.0, 2: 0.1, 3: 0.5}) * (table["layer"] < 2)
+    chart = explorer.firing_rates(replace(demo, nonzeros={"by_neuron": table.assign(rate=rates)}))
+    shares = [record["share"] for record in data_of(chart)]
+    assert shares[:3] == [[50, 90, 100, 100], [50, 90, 100, 100], [0, 0, 0, 0]], "the last layer never fires"
 
 
 def test_neurons_that_come_back_are_counted(demo):
@@ -242,12 +277,23 @@ def test_neurons_that_come_back_are_counted(demo):
         ("  ", "line break, indentation"), (" 1,024", "number"), ("7", "number"), (" (", "punctuation"),
         ("__", "punctuation"), ("日本", "other script"), (" the", "function word"), ("The", "function word"),
         (" Paris", "word, capitalised"), (" house", "word"), ("ing", "part of a word"), ("'s", "part of a word"),
-        ("", "line break, indentation"),
+        ("in", "part of a word"), ("", "line break, indentation"),
     ],
 )  # fmt: skip
 def test_classes_of_tokens(text, kind):
     assert class_of(text) == kind
     assert kind in CLASSES
+
+
+@pytest.mark.parametrize(("percent", "shown"), [(0.09, False), (0.11, True)])
+def test_classes_with_a_thousandth_of_the_tokens_are_shown(demo, percent, shown):
+    table = demo.nonzeros["by_token"]
+    rare = table["token_id"] == table["token_id"].max()
+    text = table["text"].where(~rare, "<s>")
+    count = (table["count"].where(~rare, 0) * 1000).astype(int)
+    count = count.where(~rare, int(count.sum() / table["item"].nunique() * percent / (100 - percent)))
+    few = replace(demo, nonzeros={"by_token": table.assign(text=text, count=count)})
+    assert ("special token" in {record["kind"] for record in data_of(explorer.classes(few))}) == shown
 
 
 def test_running_text_is_laid_out_in_lines():
@@ -284,10 +330,10 @@ def test_charts_with_much_data_count_the_runs_that_they_leave_out(demo, monkeypa
     assert len(labels) > 1
     monkeypatch.setattr(neurons, "MOST_RUNS", len(labels))
     whole = view(demo)
-    assert "left out; choose others" not in whole.caption
+    assert "The first" not in whole.caption
     monkeypatch.setattr(neurons, "MOST_RUNS", 1)
     chart = view(demo)
-    assert f"{len(labels) - 1} more runs are left out; choose others with TWELL_RESULTS=FOLDER." in chart.caption
+    assert chart.caption.endswith(f" The first 1 of {len(labels)} runs.")
     assert {record["run"] for record in data_of(chart) if "run" in record} == {labels[0]}
 
 
