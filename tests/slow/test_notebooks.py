@@ -69,6 +69,13 @@ def test_valid_and_thin(path):
     assert notebook.cells[0].source.startswith("# ")
 
 
+def test_nothing_is_shown_twice():
+    notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]
+    code = [[cell.source for cell in notebook.cells if cell.cell_type == "code"][1:] for notebook in notebooks]
+    sources = [source for each in code for source in each]
+    assert len(set(sources)) == len(sources)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_and_shows_something_in_every_cell(path, executed):
     shown = [cell for cell in executed(path.stem).cells if cell.cell_type == "code"][1:]
@@ -88,7 +95,7 @@ def test_charts_begin_with_one_run(path, executed):
 @pytest.mark.parametrize("name", ["nonzeros", "tokens", "two_runs"])
 def test_charts_are_interactive_and_leave_a_picture_where_nothing_draws_them(name, executed):
     shown = [output["data"] for output in outputs(executed(name)) if MIME in output["data"]]
-    assert len(shown) >= 3
+    assert shown
     assert all(base64.b64decode(data["image/png"]).startswith(b"\x89PNG") for data in shown)
     assert not [data for data in shown if "url" in data[MIME].get("data", {})], "its data are inside"
 
@@ -97,8 +104,8 @@ def test_charts_are_interactive_and_leave_a_picture_where_nothing_draws_them(nam
 def test_runs_on_a_folder_with_almost_nothing(path, run, tmp_path):
     write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_other", "time", 1.0, plan="dense")])
     shown = outputs(run(tmp_path, path.stem))
-    missing = "Not measured yet" if path.stem == "paper" else "Missing: nonzeros_"
-    assert missing in str(shown)
+    said = {"paper": "Not measured yet", "your_model": "change_pct"}.get(path.stem, "Missing: nonzeros_")
+    assert said in str(shown)
     assert not [output for output in shown if output.output_type in ("error", "stream")]
 
 
