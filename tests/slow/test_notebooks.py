@@ -69,6 +69,13 @@ def test_valid_and_thin(path):
     assert notebook.cells[0].source.startswith("# ")
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_copy_outside_the_repository_says_so(path, tmp_path):
+    first = nbformat.read(path, as_version=4).cells[1].source
+    ran = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.stderr.endswith("AssertionError: keep the notebook inside the repository\n")
+
+
 def test_nothing_is_shown_twice():
     notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]
     code = [[cell.source for cell in notebook.cells if cell.cell_type == "code"][1:] for notebook in notebooks]
