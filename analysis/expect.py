@@ -31,7 +31,8 @@ LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.5
 SLACK = 0.01  # of a measured range
 MOST_ERROR_PCT = 10.0  # median over the held-out layers of a plan
 AXES = {"mean_nnz": "non-zeros", "hot_share": "hot share"}
-USUAL_TOKENS, AROUND = 16_384, (0.8, 1.25)  # of the command that measures a shape; times the non-zeros asked for
+USUAL_TOKENS = 16_384  # of the command that measures a shape
+AROUND = (0.8, 1.25)  # times the non-zeros asked for: those that the command measures
 MOST_TOKENS_FACTOR = 2.0  # between the tokens of a call and those of the measured one that stands for it
 # The synthetic patterns of `twell.testing.make_problem`: log-normal firing rates of the neurons that are not dead.
 DEAD, RATE_SPREAD, HIGHEST_RATE, HOTTEST = 0.3, 1.0, 0.6, 0.1
