@@ -53,7 +53,7 @@ class Measured:
 
     half_width: of the 95% interval over seeds, or for one seed over the items of a task; NaN if unknown.
     seeds: the number of seeds.
-    ratio: improvement over the fastest dense form of the same run; eager_ratio: over eager transformers.
+    ratio: improvement over the fastest dense form of the same run; eager_ratio: see `eager_ratios`.
     remark: how it differs from the others of its kind.
     """
 
@@ -176,8 +176,9 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
     mean = _mean(chosen)
     if not sparse:
         return mean
-    ratio, eager = chosen["ratio"].mean(), eager_ratios(chosen, rows).mean()
-    return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, float(ratio), float(eager))
+    ratio = float(chosen["ratio"].mean())
+    eager = math.nan if backend.endswith(schema.COMPILED) else float(eager_ratios(chosen, rows).mean())
+    return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, ratio, eager)
 
 
 def accuracy_half_width(runs: pd.DataFrame) -> float:
@@ -199,8 +200,10 @@ def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:
 
 
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
-    """The improvement of each of `sparse` over eager transformers in the same run; NaN if that was not measured."""
-    eager = where(rows, plan="dense", backend=schema.EAGER).dropna(subset="value")
+    """The improvement of each of `sparse` over uncompiled dense in the same run; NaN if that was not measured. Dense:
+    this package's block; of memory transformers, whose block keeps more for the backward."""
+    memory = rows["metric"].eq("peak_memory").map({True: schema.TRANSFORMERS, False: schema.EAGER})
+    eager = rows[rows["plan"].eq("dense") & rows["backend"].eq(memory)].dropna(subset="value")
     known = eager.drop_duplicates(SAME_RUN, keep="last")[[*SAME_RUN, "value"]]
     base = sparse[SAME_RUN].merge(known, on=SAME_RUN, how="left")["value"].set_axis(sparse.index)
     larger = sparse["metric"].isin(schema.LARGER_IS_BETTER)

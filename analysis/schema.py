@@ -109,7 +109,7 @@ PLANS: dict[str, str] = {
     "twell_live": "twell_ordered; neurons that fired for none of the tokens measured (silent ones) are left out",
     "csr": "training: compressed rows that share one capacity",
     "csr_hot": "csr; hot neurons are computed by dense products",
-    "hybrid": "training: the paper's format, narrow rows and a dense backup",
+    "hybrid": "training: a dense backup of the tokens with the most non-zeros, compressed rows for the others",
     "hybrid_hot": "hybrid; hot neurons are computed by dense products",
     "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
 }
@@ -159,10 +159,10 @@ BACKENDS: dict[str, str] = {
     "triton": "kernels in Triton; with `_compiled` behind, the rest of the model is compiled",
     "hopper": "kernels in CUDA C++ for H100 and H200; likewise",
 }
-# The paper's baseline, transformers without torch.compile, is dense_transformers in rows from 2026-11-26 on. EAGER, in
-# all rows, has this package's dense block in place of transformers': on a GPU one kernel for activation and product
-# (in forwards from 2026-11-27 on for h whole), and in training less that is kept for the backward.
-EAGER = "dense_eager"
+# The paper's baseline, without torch.compile, is TRANSFORMERS in rows from 2026-11-26 on. EAGER, in all rows, has this
+# package's dense block in place of transformers': on a GPU one kernel for activation and product (in forwards from
+# 2026-11-27 on for h whole), and in training less that is kept for the backward.
+EAGER, TRANSFORMERS = "dense_eager", "dense_transformers"
 WHOLE_MODELS = ("model_forward", "model_training")  # operations that time a whole model against dense
 
 

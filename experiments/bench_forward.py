@@ -30,6 +30,7 @@ from experiments.bench.options import (
     MODEL_METRICS,
     OWN_DENSE,
     SECTION_4,
+    SPARSE_BACKENDS,
     SequenceBenchConfig,
     check_form,
 )
@@ -67,9 +68,9 @@ class BenchForwardConfig(SequenceBenchConfig):
         False, "also on uniformly random token ids, on which a trained model has other non-zeros than on text"
     )
     backends: list[str] = option(
-        [],
+        SPARSE_BACKENDS,
         "backends of kernels; auto: each layer dense or sparse, as is fastest; of blocks alone also with "
-        f"{WITH_HOT}, {WITH_ORDERED} or {WITH_LIVE} behind; empty: every one but dense",
+        f"{WITH_HOT}, {WITH_ORDERED} or {WITH_LIVE} behind",
         distinct=True,
         check=_check_name,
     )
@@ -114,7 +115,7 @@ def _rows(
 
     ids_BS = ids_BS[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
-    backends = feedforward.chosen(config.backends, device)
+    backends = config.backends
     name = subject.name
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}

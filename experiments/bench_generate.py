@@ -65,17 +65,15 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
         CheckFailed: an alternative is off by more than rounding.
         ConfigError: the model has fewer positions than prompt and new tokens need.
     """
-    from experiments.bench.feedforward import chosen
     from experiments.bench.generation import Generation
     from experiments.timing.compare import compare
 
     subject.check_length(config.prompt + config.new_tokens, "prompt+new_tokens")
     prompt_BP = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
-    backends = chosen(config.backends, device)
     names = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "generate", "pattern": subject.name}
     for batch in config.batch:
         generation = Generation(subject.model, prompt_BP[:batch], config.new_tokens)
-        alternatives = generation.alternatives(config.dense, backends)
+        alternatives = generation.alternatives(config.dense, config.backends)
         sizes = {"tokens": batch * config.new_tokens, "batch": batch, "prompt_tokens": config.prompt}
         columns: dict[str, Any] = {**names, **subject.columns, **sizes, "mean_nnz": generation.mean_nonzeros()}
         yield compare(alternatives, device, config.timing, MODEL_METRICS, **columns)

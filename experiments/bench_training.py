@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import MODEL_METRICS, SECTION_4, SequenceBenchConfig
+from experiments.bench.options import MODEL_METRICS, SECTION_4, SPARSE_BACKENDS, SequenceBenchConfig
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.output import Rows, dtype_of
@@ -57,9 +57,9 @@ class BenchTrainingConfig(SequenceBenchConfig):
     """Time training steps of whole models."""
 
     backends: list[str] = option(
-        [],
+        [f"hopper{WITH_BACKUP}", *SPARSE_BACKENDS],
         "backends of kernels; auto: each layer dense or sparse, as is fastest; with "
-        f"{WITH_BACKUP} behind (hopper{WITH_BACKUP}): the paper's hybrid format; empty: every one but dense",
+        f"{WITH_BACKUP} behind (hopper{WITH_BACKUP}): an eighth of the tokens dense, as in the paper",
         distinct=True,
         check=_check_name,
     )
@@ -97,7 +97,6 @@ class Workload:
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
         from transformers import LlamaForCausalLM
 
-        from experiments.bench.feedforward import chosen
         from experiments.bench.training_step import TrainingStep, forms
 
         if not isinstance(subject.model, LlamaForCausalLM):
@@ -109,7 +108,7 @@ class Workload:
         self._text = subject.text(read, config.sequence, config.seed, config.data)
         self.step = TrainingStep(subject.model, dtype_of(config.precision, device))
         self.l1 = subject.columns.get("l1") if config.l1 is None else config.l1  # random weights have none
-        self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1 or 0.0)
+        self.forms = forms(self.step, config.dense, config.backends, self.l1 or 0.0)
         if not self.forms:
             raise ConfigError(f"{subject.name}: nothing to time: its blocks are dense, and dense=[] names no form")
         self._last_largest = 16  # micro-batch, where the search for the next form's starts

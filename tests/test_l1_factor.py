@@ -54,6 +54,12 @@ def test_readings_around_the_same_value_say_nothing(tmp_path):
     assert table(tmp_path, trained("0.5b", 6e7, none=DENSE, l1_2e3=FAR)).empty
 
 
+def test_what_one_reading_has_is_no_neighbour_of_the_other(tmp_path):
+    line = table(tmp_path, trained("0.5b", 6e7, none=DENSE, l1_128e5=NEAR)).iloc[0]
+    assert line["as_written"] == "16% active, 0.0%, 50% dead (L1 0)"
+    assert line["nearer_active"] == "64 times"
+
+
 def test_a_longer_training_gets_its_line_once_both_readings_are_there(tmp_path):
     short = trained("0.5b", 2e7, none=DENSE, l1_2e5=NEAR, l1_128e5=FAR)
     longer = {"none": DENSE, "l1_2e5": NEAR}
@@ -63,11 +69,11 @@ def test_a_longer_training_gets_its_line_once_both_readings_are_there(tmp_path):
 
 
 def test_the_page_says_where_the_rows_point(tmp_path):
-    one_way = trained("0.5b", 6e7, none=DENSE, l1_2e5=NEAR, l1_128e5=FAR)
-    for rows, words in (
-        (one_way, "are nearer one reading, as written"),
-        (one_way + trained("1b", 6e7, none=DENSE, l1_2e5=FAR, l1_128e5=NEAR), "point both ways"),
-        (trained("0.5b", 6e7, none=DENSE, l1_2e5=NEAR, l1_128e5=NEAR), "decide nothing"),
-    ):
-        assert f"Our rows {words}." in l1_factor.section(results_of(tmp_path, rows))
+    one_way = trained("0.5b", 6e8, none=DENSE, l1_2e5=NEAR, l1_128e5=FAR)
+    other = trained("1b", 6e7, none=DENSE, l1_2e5=FAR, l1_128e5=NEAR)
+    both = "by active neurons {0}, by cross-entropy {0}".format
+    enough = f"with at least 5 tokens per parameter, {both('as written in 1')}"
+    fewer = f"with fewer tokens per parameter, {both('64 times in 1')}"
+    for rows, words in ((one_way, enough), (other, fewer), (one_way + other, f"{enough}; {fewer}")):
+        assert f"Nearer the paper: {words}." in l1_factor.section(results_of(tmp_path, rows))
     assert l1_factor.section(results_of(tmp_path, trained("0.5b", 6e7, none=DENSE))) == l1_factor.TEXT

@@ -115,7 +115,7 @@ def _printed() -> dict[str, str]:
     pairs = speed.papers_gains(*WHOLE_MODELS["forward-speed"], gated=False)["published"]
     accuracies = "; ".join(f"{line.Index} {line[1]:.1f} to {line[2]:.1f}%" for line in quality.table4().itertuples())
     by_size = {
-        name: where(published(op), l1=RECOMMENDED_L1)[metric].map(signed).tolist()
+        name: where(published(op), l1=RECOMMENDED_L1).set_index("model")[metric].map(signed)
         for name, (op, metric) in WHOLE_MODELS.items()
     }
     return {
@@ -123,7 +123,9 @@ def _printed() -> dict[str, str]:
         "power": span(speed.papers_watts(), "{:.0f}".format),
         "non-gated-speed": span(pairs, signed),
         "no-loss": accuracies,
-        "growth": "; ".join(f"{name.replace('-', ' ')} {of[0]} to {of[-1]}" for name, of in by_size.items()),
+        "growth": "; ".join(
+            f"{name.replace('-', ' ')} {of.iloc[0]} to {of.iloc[-1]} ({of.index[-1]})" for name, of in by_size.items()
+        ),
     }
 
 

@@ -53,13 +53,12 @@ def sparsity(evidence: Evidence) -> Finding:
 
 
 def unregularised(evidence: Evidence) -> Finding:
-    """The share of active neurons without L1: of the sweep's model and of the sizes that were trained like it."""
-    rows = choose.relu_runs(where(evidence.results.rows, op=("train", "nonzeros")))
-    alike = choose.comparable_sizes(rows, evidence.model, choose.recommended_l1(rows, evidence.model)).index
+    """The share of active neurons without L1, of every model that was trained long enough."""
+    rows = where(evidence.results.rows, op=("train", "nonzeros"), l1=0.0)
+    rows = _trained_enough(choose.relu_runs(rows), evidence)
     shares = {}
-    for model in alike if len(alike) else [evidence.model]:
-        counted = nonzeros_rows(where(choose.equally_trained(where(rows, model=model)), l1=0.0))
-        counted = counted.dropna(subset="intermediate")
+    for model in choose.by_size(rows["model"]):
+        counted = nonzeros_rows(choose.equally_trained(where(rows, model=model))).dropna(subset="intermediate")
         share = counted["value"] / counted["intermediate"].astype("float64")
         shares[model] = stats.of_seeds(counted.assign(value=share))
     known = {model: of_seeds.mean() for model, of_seeds in shares.items() if len(of_seeds)}
@@ -68,11 +67,22 @@ def unregularised(evidence: Evidence) -> Finding:
     theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / paper.WIDTH
     off = {model: share / theirs for model, share in known.items() if not 1 / 1.5 <= share / theirs <= 1.5}
     reasons = [f"{significant(times, 2)} times the paper's share at {model}" for model, times in off.items()]
-    few = "" if len(known) >= choose.FEWEST_SIZES else _sizes_only(len(known))
-    largest = list(known)[-1]
-    verdict = FAILS if largest in off else CONSISTENT if few or reasons else HOLDS
     ours = ", ".join(f"{_percent(share)} ({model})" for model, share in known.items())
-    return Finding(ours, verdict, [*reasons, few], min(len(shares[model]) for model in known))
+    return Finding(ours, *_by_model(reasons, len(known)), min(len(shares[model]) for model in known))
+
+
+def _trained_enough(rows: pd.DataFrame, evidence: Evidence) -> pd.DataFrame:
+    """The rows of the sweep's model, and of others that were trained on its text for long enough to decide a claim."""
+    enough = (rows["tokens_per_parameter"] >= ENOUGH).fillna(False) & rows["text"].isin(set(evidence.sweep["text"]))
+    return rows[rows["model"].eq(evidence.model) | enough]
+
+
+def _by_model(short: list[str], models: int) -> tuple[str, list[str]]:
+    """The verdict on a criterion that each of so many models should meet, and its reasons; `short`: of each that does
+    not, how."""
+    few = "" if models >= choose.FEWEST_SIZES else _sizes_only(models)
+    verdict = FAILS if len(short) == models else PARTLY if short else CONSISTENT if few else HOLDS
+    return verdict, [*short, few]
 
 
 def _sizes_only(number: int) -> str:
@@ -160,7 +170,7 @@ def no_loss(_: Evidence) -> Finding:
     if loss.max() <= ACCURACY_LOSS:
         return Finding(NOTHING, HOLDS)
     points = " and ".join(f"{lost:.1f} points ({kind})" for kind, lost in loss.items())
-    return Finding(NOTHING, INCONSISTENT, [f"its table 4 loses {points}"])
+    return Finding(NOTHING, INCONSISTENT, [f"at the upper end its table 4 loses {points}"])
 
 
 def _unseen_loss(sweep: pd.DataFrame, tasks: tuple[str, ...]) -> str:
@@ -215,7 +225,7 @@ def silu(evidence: Evidence) -> Finding:
     """The loss of ReLU against SiLU without L1, paired by seed, of every model that was trained long enough."""
     rows = where(evidence.results.rows, op="train", metric="validation_cross_entropy", layer=None)
     rows = choose.at_full_width(where(rows, gated=True, l1=0.0, modification="none"))
-    rows = rows[rows["model"].eq(evidence.model) | (rows["tokens_per_parameter"] >= ENOUGH).fillna(False)]
+    rows = _trained_enough(rows, evidence)
     training = ["model", "text", "tokens_trained", "seed"]
     losses = rows.pivot_table(index=training, columns="activation", values="value", dropna=False)
     losses = losses.reindex(columns=["relu", "silu"]).dropna()
@@ -225,13 +235,11 @@ def silu(evidence: Evidence) -> Finding:
     means = means.loc[choose.by_size(means.index)]
     change = (means["relu"] / means["silu"] - 1) * 100
     over = [f"{signed(value, 1)} at {model}" for model, value in change.items() if value > 1]
-    few = "" if len(means) >= choose.FEWEST_SIZES else _sizes_only(len(means))
-    verdict = FAILS if len(over) == len(means) else PARTLY if over else CONSISTENT if few else HOLDS
     ours = "; ".join(
         f"{model}: {line['relu']:.3f}, with SiLU {line['silu']:.3f} ({signed(change[model], 1)})"
         for model, line in means.iterrows()
     )
-    return Finding(f"cross-entropy of {ours}", verdict, [*over, few], int(seeds.min()))
+    return Finding(f"cross-entropy of {ours}", *_by_model(over, len(means)), int(seeds.min()))
 
 
 def gating(evidence: Evidence) -> Finding:

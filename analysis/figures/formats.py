@@ -207,7 +207,6 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
             else:
                 _cell(axes, left + column, y + line, PADDING if token is None else "#f7f8f9")
     _note(axes, left, y + 2.6, "dense backup: row 0 holds t3, row 1 is free")
-    _note(axes, left, y + 3.6, "rows that do not fit the backup are computed again in the backward")
 
 
 def _data(h_MN: np.ndarray) -> pd.DataFrame:

@@ -61,8 +61,7 @@ def forward_gains(results: Results) -> Sketch:
     "figure05_training",
     "training speedup and peak-memory reduction by model and L1 value",
     "A training step against dense in the same run, with equal tokens. Filled: against the fastest dense "
-    "implementation, both sides compiled; open: nothing compiled, as in the paper (stars). The paper's sparse 2B model "
-    "has a larger batch than its dense one.",
+    "implementation, both sides compiled; open: nothing compiled, as in the paper (stars).",
 )
 def training_gains(results: Results) -> Sketch:
     speed = Panel("throughput", "throughput, more is better", r"up to (\d+)% speedup")
@@ -190,7 +189,7 @@ def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel]) -> l
         lines.append(Line2D([], [], label="open: nothing compiled", **open_))
     lines.append(Line2D([], [], label="the paper (H100 PCIe)", **style.PAPER_POINTS))
     if any(panel.limit for panel in panels):
-        lines.append(Line2D([], [], label=f"limit in the paper's text ({LIMITS_OF})", **LIMIT))
+        lines.append(Line2D([], [], label=f"named in the paper's text ({LIMITS_OF})", **LIMIT))
     return lines
 
 

@@ -30,7 +30,7 @@ class Plan:
         dense products compute its gradients: as exact, but slower, and NaN in a CUDA graph, which cannot wait for the
         count. None: 128, which a block raises for its next calls after one with more.
     backup: the share of tokens, those with the most non-zeros, that a sparse call with gradients computes and saves
-        densely, as the hybrid format of the paper does (1/8). They need no capacity.
+        densely. The paper's hybrid format has room for 1/8, and takes those with over 128. They need no capacity.
 
     Raises ValueError for values that cannot be right for any block.
     """

@@ -26,10 +26,11 @@ from synthetic_results import (
 )
 
 from analysis import figures, schema, stats, tables
-from analysis.choose import l1_label
+from analysis.choose import l1_label, where
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.figures.blocks import fastest_on_synthetic
 from analysis.figures.drawn import lay_out
+from analysis.gains import gains
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
 
@@ -138,6 +139,23 @@ def test_forward_gain_and_its_spread(drawn):
     assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
     assert data.loc[2e-5, "eager_percent"] == pytest.approx((ratio / 0.8 - 1) * 100)
     assert "First GPU" in drawn["paper"][3].caption
+
+
+def test_uncompiled_gains_compare_nothing_compiled_and_memory_with_transformers(devices):
+    rows = where(devices.rows, op="model_training", metric="peak_memory").dropna(subset="ratio")
+    step = where(rows, plan="hybrid").head(1)
+    names = ["plan", "backend", "tokens", "value", "ratio"]
+
+    def of(*values):
+        return step.assign(**dict(zip(names, values, strict=True)))
+
+    made = [of("dense", "dense_transformers", 8192, 30.0, 0.5), of("dense", "dense_eager", 16384, 40.0, 1.0)]
+    made += [of("hybrid", "hopper", tokens, value, 1.25) for tokens, value in ((8192, 20.0), (16384, 32.0))]
+    made += [of("hybrid", "hopper_compiled", 16384, 30.0, 1.3)]
+    data = gains(pd.concat(made, ignore_index=True), "peak_memory").set_index("backend")
+    assert data.loc["hopper", "tokens"] == 8192, "more tokens do not fit into memory with transformers"
+    assert data.loc["hopper", "eager_percent"] == pytest.approx(-100 / 3)
+    assert math.isnan(data.loc["hopper_compiled", "eager_percent"])
 
 
 def test_each_form_of_a_whole_model_has_its_row_of_panels(devices):
