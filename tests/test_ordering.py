@@ -80,6 +80,15 @@ def _weights(state):
     return {f"w_{name[:-12]}": value for name, value in state.items()}
 
 
+def test_all_neurons_above_a_rate_are_tried_as_hot():
+    """Rates with a step, as L1 with hot neurons exempt leaves them: 160 neurons fire for each token, others never."""
+    w_gate = torch.ones(1024, 2)
+    w_gate[160:] = -1
+    x = torch.ones(64, 2)
+    order = firing_order(x, w_gate, (x @ w_gate.t() > 0).any(0))
+    assert order.prefixes == (256,), "rounded down, 32 of them would be gathered for each token"
+
+
 def test_the_order_of_firing():
     """Most active first; a neuron that fired outside the sample of the rates is rare, and no silent one."""
     x = torch.tensor([[1.0, -1.0], [1.0, 1.0], [1.0, -1.0], [1.0, -1.0]])

@@ -49,7 +49,8 @@ def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
     """
     rates = firing_rates(x, w_gate)
     order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
-    prefixes = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in RATES} - {0})
+    # Rounded up: a cold neuron among the hot ones costs little, a hot one among the cold a gather for many tokens.
+    prefixes = sorted({-(-int((rates > rate).sum()) // MULTIPLE) * MULTIPLE for rate in RATES} - {0})
     return FiringOrder(order, tuple(prefixes), kept_count(fired, KEPT_MULTIPLE), int((rates <= RARE).sum()))
 
 
