@@ -21,7 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, sparsify
+from twell import Plan, SparseFeedForward, autotune, feed_forward_blocks, l1_penalty, prune_silent, sparsify
 from twell.memory import in_rows, neuron_major
 
 
@@ -225,7 +225,7 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
         assert float(before.removeprefix("off by ")) < 1e-6
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
         assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)
-        assert inference.startswith("autotune takes no sharded weights (DTensors): run it before fully")
+        assert inference.startswith("autotune in eval mode takes no sharded weights (DTensors): run it before that")
         assert linears.startswith("up_proj.weight is sharded (a DTensor): make the blocks first, then call fully_shard")
     (both,) = choices
     assert both.startswith("reference reference at "), "by the mean of the processes' times"
@@ -243,6 +243,46 @@ def test_the_l1_term_is_the_mean_of_the_blocks(block):
         l1_penalty(block)
     with pytest.raises(ValueError, match=r"Linear has no SparseFeedForward; `sparsify`"):
         l1_penalty(nn.Linear(2, 2))
+
+@pytest.mark.parametrize("change_block", [lambda model, x: autotune(model.eval(), x), prune_silent])
+def test_replicas_are_not_changed_for_inference(change_block, block):
+    """Each process would sort or remove the neurons of its own text."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(block))
+        with pytest.raises(ValueError, match="takes no DistributedDataParallel: run it before that, in one process"):
+            change_block(model, torch.randn(6, 16))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_goes_by_neuron_is_no_buffer(block):
+    """`to_empty` would leave garbage there, torch's AveragedModel and DDP would pair it with another model's."""
+    block.plan, block.l1_weight = Plan("reference", (1, 7)), torch.arange(40.0)
+    x, wanted = torch.randn(6, 16), {**block.state_dict()}
+    y, l1 = block(x), block.stats.l1
+    assert not [*block.buffers()]
+    block.bfloat16().float().to("meta").to_empty(device="cpu").load_state_dict(wanted)
+    for other in (block, copy.deepcopy(block), _saved_whole(block)):
+        torch.testing.assert_close((other(x), other.stats.l1), (y, l1))
+    exported = torch.export.export(block, (x,)).module()
+    torch.testing.assert_close(exported(x), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_goes_by_neuron_follows_the_weights(compiled):
+    """fully_shard moves parameters and buffers without a word to the block; inference must not make it untrainable."""
+    block = make_block(16, 40, backend="reference", hot=(1, 7))
+    block.l1_weight = torch.ones(40)
+    for parameter in block.parameters():
+        parameter.data = parameter.data.cuda()
+    call = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    with torch.inference_mode():
+        call(torch.randn(6, 16, device="cuda"))
+    (call(torch.randn(6, 16, device="cuda")).sum() + block.stats.l1).backward()
+    assert all(weight.grad.any() for weight in block.parameters())
+
 
 
 def test_an_l1_term_without_a_gradient_is_refused(block):

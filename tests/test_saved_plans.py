@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from twell import Plan, SparseFeedForward, autotune, feed_forward_blocks, load_plans, registry, save_plans, sparsify
 from twell.registry import BackendUnavailable
 from twell.tuning import Form
-from twell.tuning.order import order_neurons, restore_order
+from twell.tuning.order import neuron_order, order_neurons, restore_order
 
 NEURONS = 512
 
@@ -82,7 +82,8 @@ def test_what_is_planned_in_inference_mode_can_be_trained(change_block):
     model = Model(mixed((32, 0.9), (96, 0.5), (384, -0.5)))
     with torch.inference_mode():
         change_block(model)
-    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    by_neuron = [tensor for tensor in (model.block._hot, neuron_order(model.block)) if tensor is not None]
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *by_neuron))
     change(model.block, backend="reference")
     model.train()(tokens()).square().mean().backward()
     assert all(weight.grad is not None for weight in model.parameters())

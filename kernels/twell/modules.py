@@ -164,9 +164,6 @@ class SparseFeedForward(nn.Module):
 
     _names: tuple[str, ...] = _PARTS  # of the layers among the submodules
     _plan: Plan
-    _hot: Tensor | None
-    _order: Tensor | None
-    _l1_weight: Tensor | None
 
     def __init__(
         self,
@@ -191,9 +188,10 @@ class SparseFeedForward(nn.Module):
             self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
             self.up_proj = linear(hidden_size, intermediate_size)
             self.down_proj = linear(intermediate_size, hidden_size)
-        self.register_buffer("_hot", None, persistent=False)  # the plan's hot neurons where they are given by index
-        self.register_buffer("_l1_weight", None, persistent=False)
-        self.register_buffer("_order", None, persistent=False)  # index -> original index, see tuning/order.py
+        # No buffers: what empties or averages these, or compares them between processes, knows nothing of neurons.
+        self._hot: Tensor | None = None  # the plan's hot neurons where they are given by index
+        self._l1_weight: Tensor | None = None
+        self._order: Tensor | None = None  # index -> original index, see tuning/order.py
         self.plan = plan
         self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
@@ -276,7 +274,8 @@ class SparseFeedForward(nn.Module):
         plan.check_fits(weight.shape[0])
         self._plan, self._capacity = plan, plan.capacity or CAPACITY
         with torch.inference_mode(False):  # what is made inside inference_mode could not be saved for a backward
-            self._hot = torch.tensor(plan.indices, device=_place(weight)) if plan.indices else None
+            place = "cpu" if weight.is_meta else weight.device
+            self._hot = torch.tensor(plan.indices, device=place) if plan.indices else None
 
     @property
     def current_capacity(self) -> int:
@@ -301,37 +300,44 @@ class SparseFeedForward(nn.Module):
         self._l1_weight = weight
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "SparseFeedForward":
-        indices = {name: self._buffers[name] for name in ("_hot", "_order")}
-        self._buffers.update(dict.fromkeys(indices))
-        try:
-            super()._apply(fn, recurse)  # moves the weights, changes their dtype, or makes empty ones
-        finally:  # the indices keep their values, whatever becomes of the weights
-            device = _place(self.up_proj.weight)
-            for name, index in indices.items():
-                self._buffers[name] = None if index is None else index.to(device)
+        super()._apply(fn, recurse)  # moves the weights, changes their dtype, or makes empty ones
+        for name in ("_hot", "_l1_weight", "_order"):
+            self._by_neuron(name, self.up_proj.weight.device)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError(
             "SparseFeedForward does not run in nn.DataParallel, which the Trainer of transformers uses if it sees "
+    def _by_neuron(self, name: str, device: torch.device) -> Tensor | None:
+        """One of these tensors, moved to the weights' device. A forward asks too: fully_shard moves weights by their
+        data."""
+        kept = getattr(self, name)
+        if kept is None or kept.device == device or device.type == "meta":  # which has no values
+            return kept
+        with torch.inference_mode(False):  # what is made inside inference_mode could not be saved for a backward
+            kept = kept.to(device)
+        if not torch.compiler.is_compiling():  # a compiled program disregards the line before
+            setattr(self, name, kept)
+        return kept
+
             "several GPUs: start one process for each GPU (torchrun), or make one visible (CUDA_VISIBLE_DEVICES=0)"
         )
 
     def forward(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if compiling:
-            gate_proj, up_proj, down_proj, hot = self.gate_proj, self.up_proj, self.down_proj, self._hot
-            l1_weight = self._l1_weight
+            gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
         else:  # the same, without the time that nn.Module takes to find them
             parts: dict[str, Any] = self._modules
             gate, up, down = self._names
             gate_proj, up_proj, down_proj = parts.get(gate), parts[up], parts[down]
-            hot, l1_weight = self._buffers["_hot"], self._buffers["_l1_weight"]
             self._grow()
         inputs = x, None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
         settings = self._plan, self._activation, self.keep_stats, self._capacity, hot, l1_weight, self._growth
         y, stats = compute(inputs, Call(*settings))
         if compiling:
+        device = inputs[2].device
+        hot, l1_weight = self._by_neuron("_hot", device), self._by_neuron("_l1_weight", device)
             self.stats = stats
         elif not in_backward():  # what checkpointing repeats would stay in memory until the next forward
             vars(self)["stats"] = stats
@@ -376,11 +382,6 @@ def _lay_out_loaded(
     if loaded is not None and loaded.shape == present.shape and present.t().is_contiguous():
         with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
             state[name] = neuron_major(loaded.detach())
-
-
-def _place(weight: Tensor) -> torch.device:
-    """Where a block keeps indices: with its weights, which may have no memory yet."""
-    return torch.device("cpu") if weight.is_meta else weight.device
 
 
 def pattern_layer(block: SparseFeedForward) -> nn.Linear:
@@ -428,12 +429,15 @@ def _idle_copies(module: nn.Module) -> list[nn.Module]:
     return [copy for copy in (wrapper.original_module, *copies.values()) if copy is not runs]
 
 
-def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:
-    """Raises ValueError if weights of the blocks are sharded, before a program that changes blocks for inference."""
-    if any(is_sharded(parameter) for block in blocks for parameter in block.parameters()):
+def check_whole(program: str, model: nn.Module, blocks: Sequence[SparseFeedForward]) -> None:
+    """Raises ValueError if weights of the blocks are sharded or replicated, before a program that changes blocks for
+    inference."""
+    sharded = any(is_sharded(parameter) for block in blocks for parameter in block.parameters())
+    if sharded or any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            f"{program} takes no sharded weights (DTensors): run it before fully_shard, in one process, since several "
-            "would choose differently, save the model, and load it and call load_plans in each"
+            f"{program} takes no {'sharded weights (DTensors)' if sharded else 'DistributedDataParallel'}: run it "
+            "before that, in one process, since several would choose differently, save the model, and load it and call "
+            "load_plans in each"
         )
 
 

@@ -92,7 +92,7 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prune; `sparsify` puts them there")
-    check_whole("prune_silent", blocks)
+    check_whole("prune_silent", model, blocks)
     _check_own_weights(model, blocks)
     fired: dict[SparseFeedForward, Tensor] = {}
     tokens: Counter[SparseFeedForward] = Counter()

@@ -84,8 +84,7 @@ def autotune(
     decisions: dict[SparseFeedForward, Decision] = {}
     processes = training.Processes(group) if model.training else None
     if processes is None:
-        check_whole("autotune", chosen)
-    at_rest = {block: block.up_proj.weight.device for block in chosen}
+        check_whole("autotune in eval mode", model, chosen)
     run_compiled = training.compiled_blocks(model, chosen, compiled) if model.training else set()
     sortable = {block for block in chosen if hot and not model.training and can_be_ordered(model, block)}
 
@@ -96,8 +95,7 @@ def autotune(
             checked_tokens(x, "autotune")
             decisions[block] = forward.choose(block, x, backends, hot=hot, sortable=block in sortable)
         else:
-            with_hot = hot and x.device == at_rest[block]
-            settings = {"hot": with_hot, "compiled": block in run_compiled}
+            settings = {"hot": hot, "compiled": block in run_compiled}
             decisions[block] = training.choose(block, x, backends, processes, **settings)
 
     def run() -> None:

@@ -92,7 +92,8 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
     block.plan = replace(block.plan, hot=0, screened=0)
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-        now = order.clone() if block._order is None else block._order[order]
+        before = neuron_order(block)
+        now = order.clone() if before is None else before[order]
     by_neuron = [weight.t() if weight is block.down_proj.weight else weight for weight in weights]
     moved = [weight.index_select(0, order) for weight in by_neuron]  # all before any changes: memory may run out
     for weight, rows in zip(by_neuron, moved, strict=True):
@@ -108,8 +109,8 @@ def restore_order(model: nn.Module) -> None:
     in the order in which they were saved, so load into a reordered block only what was saved in the same order.
     """
     for block in feed_forward_blocks(model):
-        if block._order is not None:
-            order_neurons(block, block._order.argsort())
+        if (order := neuron_order(block)) is not None:
+            order_neurons(block, order.argsort())
             block._order = None
     forget_plans(model)  # they refer to the other order
 
@@ -117,7 +118,7 @@ def restore_order(model: nn.Module) -> None:
 def neuron_order(block: SparseFeedForward) -> Tensor | None:
     """The order that `order_neurons` gave the block: int64 [N], in place i the neuron that was at order[i] at first;
     None where the neurons are in their own order."""
-    return block._order
+    return block._by_neuron("_order", block.up_proj.weight.device)
 
 
 def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:

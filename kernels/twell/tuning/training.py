@@ -54,8 +54,7 @@ def choose(
     hot: bool,
     compiled: bool,
 ) -> Decision:
-    """What is fastest on x [..., K], forward and backward. hot: whether to try hot neurons: not where the weights are
-    elsewhere between two steps, since so are the block's buffers, and hot neurons are one."""
+    """What is fastest on x [..., K], forward and backward. hot: whether to try hot neurons."""
     pattern, plan = pattern_layer(block).weight, block.plan
 
     def rates() -> Tensor:
