@@ -32,7 +32,7 @@ def make_block(hidden: int, intermediate: int, gated: bool = True, **settings: A
     """The block, which keeps its statistics unless it is told not to. settings: its own, and fields of its plan."""
     of_block = {name: settings.pop(name) for name in OF_BLOCKS if name in settings}
     return SparseFeedForward(
-        hidden, intermediate, gated, plan=plan_with(**settings), **{"keep_stats": True, **of_block}
+        hidden, intermediate, gated=gated, plan=plan_with(**settings), **{"keep_stats": True, **of_block}
     )
 
 

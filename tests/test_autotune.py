@@ -10,7 +10,7 @@ from calls import firing_block, rising_tokens
 
 from twell import Plan, autotune, registry
 from twell.registry import BackendUnavailable
-from twell.tuning import Choice, Form, Tuning, forward
+from twell.tuning import Choice, Form, Tuning, common, forward
 from twell.tuning.forward import contenders
 from twell.tuning.timing import sustained_times
 
@@ -100,6 +100,49 @@ def test_what_cannot_be_measured_is_reported():
         ValueError, match=r"ran 1 of its 2 blocks, and 1\.block is the first that it did not: .* images too"
     ):
         autotune(built, torch.zeros(1))
+
+
+def test_misspelled_settings_are_refused_though_the_model_takes_any():
+    built = model(0.01)
+    built.forward = lambda x, **named: built[0](x)
+    for wrong, message in (("backend", "did you mean 'backends'"), ("compile", "did you mean 'compiled'")):
+        with pytest.raises(TypeError, match=f"autotune has no setting '{wrong}'; {message}"):
+            autotune(built, torch.zeros(1), **{wrong: True})
+    autotune(built, torch.zeros(1), attention_mask=None)
+    built.forward = lambda x, backend: built[0](x)
+    autotune(built, torch.zeros(1), backend=None)
+
+
+def test_a_name_alone_is_no_sequence_of_backends():
+    with pytest.raises(ValueError, match="backends must be a sequence of names, got 'reference'"):
+        autotune(model(0.01), torch.zeros(1), backends="reference")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inputs_with_nan_are_refused(training):
+    block = firing_block(torch.zeros(NEURONS)).train(training)
+    with pytest.raises(ValueError, match="autotune needs inputs that are finite in each block"):
+        autotune(block, rising_tokens() / 0)
+
+
+def test_blocks_that_no_sparse_backend_here_can_run_are_told_of_once(backends, monkeypatch, caplog):
+    backends(quick=lambda nonzeros, neurons: 1.0)
+    common._warn_once.cache_clear()
+    quick, get = dataclasses.replace(registry.get("quick"), supports=lambda request: "bfloat16 only"), registry.get
+    monkeypatch.setattr(registry, "get", lambda name: quick if name == "quick" else get(name))
+    decisions = autotune(model(0.01, 0.01), torch.zeros(1))
+    assert [choice.plan.backend for choice in decisions] == ["dense"] * 2
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "blocks stay dense: quick: bfloat16 only"
+    ]
+
+
+def test_why_neurons_are_not_sorted_is_logged(caplog):
+    built = model(0.01, 0.01)
+    built[1].block.l1_weight = torch.ones(NEURONS)
+    with caplog.at_level("INFO"):
+        autotune(built, torch.zeros(1))
+    assert any("the neurons of 1 of 2 blocks are not sorted" in record.message for record in caplog.records)
 
 
 def test_the_result_prints_as_a_table():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,9 +73,9 @@ def test_settings_take_effect_and_are_checked(block):
     assert Plan.of(json.loads(json.dumps(plan.as_dict()))) == plan
 
 
-@pytest.mark.parametrize(("sizes", "name"), [((-1, 3), "hidden_size"), ((64, 128.0), "intermediate_size")])
+@pytest.mark.parametrize(("sizes", "name"), [((0, 3), "hidden_size"), ((64, 128.0), "intermediate_size")])
 def test_sizes_that_are_no_whole_numbers_are_refused(sizes, name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number, got "):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got "):
         make_block(*sizes)
 
 
@@ -117,6 +118,18 @@ def test_from_linears_shares_the_parameters():
     assert block.up_proj.weight is up.weight
     assert block.gate_proj is gate
     assert all(p.device.type == "cpu" for p in block.parameters())
+
+
+def test_names_are_those_of_three_layers():
+    up, down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+    with pytest.raises(ValueError, match=r"names must be those of gate .*, three, got \('fc1', 'fc2'\)"):
+        SparseFeedForward.from_linears(None, up, down, names=("fc1", "fc2"))
+
+
+def test_sizes_may_be_numpys_and_a_plan_is_no_third_size():
+    assert SparseFeedForward(np.int64(8), np.int64(12)).up_proj.weight.shape == (12, 8)
+    with pytest.raises(TypeError, match="positional"):
+        SparseFeedForward(64, 256, "reference")
 
 
 def loss_and_gradients(block: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
@@ -231,19 +244,6 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     assert both.startswith("reference reference at "), "by the mean of the processes' times"
 
 
-def test_the_l1_term_is_the_mean_of_the_blocks(block):
-    model = sparsify(llama(), keep_stats=True)
-    loss = model(TOKENS, labels=TOKENS).loss + 0.1 * l1_penalty(model)
-    assert loss.requires_grad
-    terms = [b.stats.l1 for b in feed_forward_blocks(model)]
-    torch.testing.assert_close(l1_penalty(model), sum(terms) / len(terms))
-    l1_penalty(model).backward()
-    assert all(b.gate_proj.weight.grad.any() for b in feed_forward_blocks(model))
-    with pytest.raises(ValueError, match="1 of 1 blocks have no statistics: set keep_stats"):
-        l1_penalty(block)
-    with pytest.raises(ValueError, match=r"Linear has no SparseFeedForward; `sparsify`"):
-        l1_penalty(nn.Linear(2, 2))
-
 @pytest.mark.parametrize("change_block", [lambda model, x: autotune(model.eval(), x), prune_silent])
 def test_replicas_are_not_changed_for_inference(change_block, block):
     """Each process would sort or remove the neurons of its own text."""
@@ -283,6 +283,19 @@ def test_what_goes_by_neuron_follows_the_weights(compiled):
     (call(torch.randn(6, 16, device="cuda")).sum() + block.stats.l1).backward()
     assert all(weight.grad.any() for weight in block.parameters())
 
+
+def test_the_l1_term_is_the_mean_of_the_blocks(block):
+    model = sparsify(llama(), keep_stats=True)
+    loss = model(TOKENS, labels=TOKENS).loss + 0.1 * l1_penalty(model)
+    assert loss.requires_grad
+    terms = [b.stats.l1 for b in feed_forward_blocks(model)]
+    torch.testing.assert_close(l1_penalty(model), sum(terms) / len(terms))
+    l1_penalty(model).backward()
+    assert all(b.gate_proj.weight.grad.any() for b in feed_forward_blocks(model))
+    with pytest.raises(ValueError, match="1 of 1 blocks have no statistics: set keep_stats"):
+        l1_penalty(block)
+    with pytest.raises(ValueError, match=r"Linear has no SparseFeedForward; `sparsify`"):
+        l1_penalty(nn.Linear(2, 2))
 
 
 def test_an_l1_term_without_a_gradient_is_refused(block):

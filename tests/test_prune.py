@@ -1,5 +1,7 @@
 """`prune_silent`: an ordinary, smaller model, and what it says about the neurons that are gone."""
 
+import math
+
 import pytest
 import torch
 from calls import change
@@ -43,7 +45,7 @@ def test_the_model_is_smaller_and_computes_the_same(tmp_path):
     assert report.neurons == (256, 256), "both have the width of the wider one, a multiple of 128"
     assert report.of == (512, 512)
     assert report.tokens == 200
-    assert report.bound == 3 / 200
+    assert report.bound == math.log(20 * 1024) / 200
     assert (report.held_out.firings, report.held_out.same_top) == (0, 1.0)
     assert report.held_out.loss == pytest.approx(report.held_out.loss_after)
     assert "512 of 1024 neurons are removed" in str(report)
@@ -124,6 +126,7 @@ def test_what_cannot_be_pruned_is_refused_and_unchanged():
     x = torch.randn(5, 8)
     refused(nn.Linear(2, 2), "has no SparseFeedForward to prune", torch.zeros(2))
     refused(nn.Sequential(SparseFeedForward(8, 256)), "at least one token", x[:0])
+    refused(nn.Sequential(SparseFeedForward(8, 256)), "inputs that are finite in each block", x / 0)
     refused(nn.Sequential(SparseFeedForward(8, 256)), "held_out needs inputs", x, held_out=x[:0])
     first, second = SparseFeedForward(8, 256), SparseFeedForward(8, 256)
     second.up_proj.weight = first.up_proj.weight
@@ -140,6 +143,36 @@ def test_what_cannot_be_pruned_is_refused_and_unchanged():
     refused(model, "has intermediate_size=511, and the block 512 neurons", TOKENS)
 
 
+def test_a_misspelled_setting_is_refused_and_much_text_goes_through_a_module():
+    class Many(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module = model
+
+        def forward(self, batches):
+            for tokens in batches:
+                self.module(input_ids=tokens, logits_to_keep=1)
+
+    model = tiny()
+    silent_in_all(model)
+    with pytest.raises(TypeError, match="has no setting 'heldout'; did you mean 'held_out'"):
+        prune_silent(model, TOKENS, heldout=TOKENS)
+    assert prune_silent(Many(model), [TOKENS, TOKENS]).tokens == 400
+    assert model.config.intermediate_size == 256
+
+
+def test_the_bound_holds_for_all_silent_neurons_together():
+    """The rule of three, 3/n, fails in most trials."""
+    torch.manual_seed(0)
+    neurons, tokens, trials = 2000, 1000, 200
+    rates = 10 ** (torch.rand(neurons) * 6 - 7)
+    bound = Pruned((0,), (neurons,), (neurons,), tokens).bound
+    silent = torch.distributions.Binomial(tokens, rates).sample((trials,)) == 0
+    most = torch.where(silent, rates, 0).amax(1)
+    assert (most >= bound).float().mean() <= 0.05
+    assert (most >= 3 / tokens).float().mean() > 0.9
+
+
 def test_one_configuration_of_more_than_the_blocks_is_refused():
     model = tiny()
     silent_in_all(model)
@@ -151,8 +184,8 @@ def test_one_configuration_of_more_than_the_blocks_is_refused():
 
 def test_reports_print():
     assert str(Pruned((128,), (512,), (400,), 300)) == (
-        "384 of 512 neurons are removed, of 400 silent ones; none of them fired for 300 tokens, so each fires for less "
-        "than 0.01 of all (rule of three, 95%)\nnot measured on other inputs: give held_out"
+        "384 of 512 neurons are removed, of 400 silent ones; none of them fired for 300 tokens, so all fire for less "
+        "than 0.031 of all (95%, independent tokens)\nnot measured on other inputs: give held_out"
     )
     assert str(HeldOut(100, 7, 2, 0.0123, 0.995, 2.5, 2.50001)) == (
         "on 100 held-out tokens: 2 of them fired, 7 times in total; logits differ by 0.012 (2-norm, relative); the "

@@ -40,11 +40,13 @@ def mixed(*parts) -> torch.Tensor:
     return rates[torch.randperm(NEURONS, generator=torch.Generator().manual_seed(0))]
 
 
-def test_neurons_are_put_in_order_where_that_is_fastest(backends):
+def test_neurons_are_put_in_order_where_that_is_fastest(backends, caplog):
     backends(dense=lambda nonzeros, neurons: 50.0, quick=lambda nonzeros, neurons: min(20 * nonzeros, 70))
     model = Model(mixed((128, 0.6), (256, 0.0125), (128, 0.0005)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    (choice,) = autotune(model, tokens())
+    with caplog.at_level("INFO"):
+        (choice,) = autotune(model, tokens())
+    assert any("layer 0: its neurons are sorted; the state of an earlier optimizer" in text for text in caplog.messages)
     # By indices 128 are hot, since 0.0125 is too rare for that; from half of that rate on it is 384, in order.
     assert (choice.plan.backend, choice.plan.hot) == ("quick", 384)
     hot, in_front = Form("quick", hot=True), Form("quick", in_front=True)
@@ -174,6 +176,8 @@ def test_plans_that_are_not_there_or_cannot_run_here_are_refused():
         load_plans(model)
     with pytest.raises(ValueError, match="no SparseFeedForward to give plans"):
         load_plans(llama(), plans)
+    with pytest.raises(ValueError, match=r"plans must be a list .* json\.loads"):
+        load_plans(model, "[]")
     with pytest.raises(ValueError, match="there are plans for 1 blocks"):
         load_plans(model, plans[:1])
     with pytest.raises(BackendUnavailable, match="'hopper', planned for layer 1, cannot run here: it needs a CUDA"):

@@ -43,9 +43,9 @@ REFUSED = {
         f"{SHARED} model.layers.0.act_fn",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
     ),
-    "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear\). It is one matrix", {}),
+    "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear, .*\). It is one matrix", {}),
     "gpt2": (
-        r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias\). The",
+        r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias, .*\). The",
         {"n_embd": 32, "hidden_size": 32},
     ),
     "gpt_neox": ("mlp.dense_h_to_4h has a bias; the sparse block has none", {}),
@@ -56,7 +56,7 @@ REFUSED = {
     "mixtral": (EXPERTS, {}),
     "olmo_hybrid": (f"{SHARED} model.layers.0.linear_attn", {}),
     "olmoe": (EXPERTS, {}),
-    "opt": (r"OPTDecoderLayer\) has another structure \(fc1: Linear with a bias, fc2: Linear with a bias\)", {}),
+    "opt": (r"OPTDecoderLayer\) has another structure \(fc1: Linear with a bias, fc2: Linear with a bias, ", {}),
     "phi": ("mlp.fc1 has a bias", {}),
     "phi3": (r"Phi3MLP\) has another structure \(gate_up_proj", {}),
     "qwen2_moe": (EXPERTS, {}),
@@ -242,6 +242,13 @@ class Gated(nn.Module):
 
     def forward(self, x):
         return self.w2(self.compute(self.w1(x), self.w3(x)))
+
+
+def test_dropout_is_named_where_it_is_why_an_mlp_is_refused():
+    mlp = nn.Sequential(*between())
+    mlp[2].p = 0.1
+    with pytest.raises(ValueError, match=r"another structure \(0: Linear, 3: Linear, 1: ReLU, 2: Dropout\)"):
+        sparsify(nn.Sequential(mlp))
 
 
 def between() -> nn.Module:

@@ -174,7 +174,7 @@ def test_what_other_engines_compute_is_said(caplog, tmp_path):
 def dense_block(request):
     activation, gated = request.param
     torch.manual_seed(0)
-    return SparseFeedForward(8, 32, gated, activation).eval()
+    return SparseFeedForward(8, 32, gated=gated, activation=activation).eval()
 
 
 @torch.no_grad()

@@ -185,14 +185,14 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool) -> LlamaForCa
         raise ValueError(f"activation must be relu, relu2 or silu, got {activation!r}")
     if config.mlp_bias:
         raise ValueError("the feed-forward block has no biases, but the configuration says mlp_bias=true")
-    sizes = (config.hidden_size, config.intermediate_size, gated)
+    sizes = (config.hidden_size, config.intermediate_size)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             if activation == "silu":
-                layer.mlp = SiluFeedForward(*sizes)
+                layer.mlp = SiluFeedForward(*sizes, gated)
             else:
-                layer.mlp = ReluFeedForward(*sizes, activation, "dense", keep_stats=True)
+                layer.mlp = ReluFeedForward(*sizes, gated=gated, activation=activation, keep_stats=True)
     return model
 
 

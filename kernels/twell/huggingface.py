@@ -25,8 +25,8 @@ _WAY_OUT = (
 _CUT = "It is one matrix for gate and up: cut it (kernels/README.md)"
 RELEASED = "llama_sparse_relu"  # the model type of the paper's released checkpoints
 OTHER_ENGINES = (
-    "transformers computes what is saved; other engines expect SiLU in a Llama: llama.cpp computes it, without a word, "
-    "and vLLM refuses another activation"
+    "transformers computes what is saved; other engines expect the usual activation of this model type: llama.cpp "
+    "computes that one, without a word, and vLLM refuses another"
 )
 _BIASES = "The block has no biases, so models with biases in their MLPs cannot use it"
 # The settings of transformers' configurations that name the activation of the MLPs.
@@ -213,7 +213,8 @@ def _nothing_to_replace(model: nn.Module) -> str:
             biases = {
                 key: "" if getattr(layer, "bias", None) is None else " with a bias" for key, layer in layers.items()
             }
-            parts = ", ".join(f"{key}: {type(layer).__name__}{biases[key]}" for key, layer in layers.items())
+            children = layers | {key: child for key, child in module.named_children() if not _is_idle(child)}
+            parts = ", ".join(f"{key}: {type(child).__name__}{biases.get(key, '')}" for key, child in children.items())
             *inner, down = (layer.weight.shape for layer in layers.values())
             in_one = any(shape[0] == 2 * down[1] for shape in inner)
             advice = _BIASES if any(biases.values()) else _CUT if in_one else _WAY_OUT

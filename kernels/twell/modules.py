@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -169,10 +170,10 @@ class SparseFeedForward(nn.Module):
         self,
         hidden_size: int,
         intermediate_size: int,
+        *,
         gated: bool = True,
         activation: str = RELU,
         plan: Plan | str = DENSE,
-        *,
         keep_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -180,8 +181,8 @@ class SparseFeedForward(nn.Module):
         super().__init__()
         check_activation(activation)
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if type(size) is not int or size < 0:
-                raise ValueError(f"{name} must be a whole number, got {size!r}")
+            if not isinstance(size, Integral) or size < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
         self._activation = activation
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
@@ -223,9 +224,11 @@ class SparseFeedForward(nn.Module):
                 got, up = list(linear.weight.shape), list(up_proj.weight.shape)
                 raise ValueError(f"{name}.weight must have shape {list(shape)} to fit up_proj.weight {up}, got {got}")
         plan = settings.pop("plan", DENSE)
-        block = cls(hidden_size, intermediate_size, gate_proj is not None, device="meta", **settings)
+        block = cls(hidden_size, intermediate_size, gated=gate_proj is not None, device="meta", **settings)
         for name, linear in parts.items():
             setattr(block, name, linear)
+        if len(names) != len(_PARTS):
+            raise ValueError(f"names must be those of gate (or None), up and down, three, got {tuple(names)}")
         used = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
         if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*_PARTS}):
             raise ValueError(f"names must differ from each other and from a block's attributes, got {tuple(names)}")
@@ -305,9 +308,6 @@ class SparseFeedForward(nn.Module):
             self._by_neuron(name, self.up_proj.weight.device)
         return self
 
-    def _replicate_for_data_parallel(self) -> Any:
-        raise NotImplementedError(
-            "SparseFeedForward does not run in nn.DataParallel, which the Trainer of transformers uses if it sees "
     def _by_neuron(self, name: str, device: torch.device) -> Tensor | None:
         """One of these tensors, moved to the weights' device. A forward asks too: fully_shard moves weights by their
         data."""
@@ -320,6 +320,9 @@ class SparseFeedForward(nn.Module):
             setattr(self, name, kept)
         return kept
 
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "SparseFeedForward does not run in nn.DataParallel, which the Trainer of transformers uses if it sees "
             "several GPUs: start one process for each GPU (torchrun), or make one visible (CUDA_VISIBLE_DEVICES=0)"
         )
 
@@ -333,11 +336,11 @@ class SparseFeedForward(nn.Module):
             gate_proj, up_proj, down_proj = parts.get(gate), parts[up], parts[down]
             self._grow()
         inputs = x, None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
+        device = inputs[2].device
+        hot, l1_weight = self._by_neuron("_hot", device), self._by_neuron("_l1_weight", device)
         settings = self._plan, self._activation, self.keep_stats, self._capacity, hot, l1_weight, self._growth
         y, stats = compute(inputs, Call(*settings))
         if compiling:
-        device = inputs[2].device
-        hot, l1_weight = self._by_neuron("_hot", device), self._by_neuron("_l1_weight", device)
             self.stats = stats
         elif not in_backward():  # what checkpointing repeats would stay in memory until the next forward
             vars(self)["stats"] = stats
@@ -445,10 +448,10 @@ def l1_penalty(model: nn.Module) -> Tensor:
     """The L1 term of the latest forward, before its coefficient: the mean over the model's blocks of `FFNStats.l1`.
 
     A differentiable scalar, on the device of the last block; add `coefficient * l1_penalty(model)` to the loss of each
-    forward, before the next one. Its scale does not depend on the numbers of layers, tokens or processes: under data
-    parallelism, the mean over processes is the term of the whole batch. Padding tokens count like any others. Raises
-    ValueError for a model without blocks, for blocks without statistics, and for a term without a gradient while
-    gradients are enabled.
+    forward, before the next one. Of a block that runs several times in one, the last time counts. The scale does not
+    depend on the numbers of layers, tokens or processes: under data parallelism, the mean over processes is the term of
+    the whole batch. Padding tokens count like any others. Raises ValueError for a model without blocks, for blocks
+    without statistics, and for a term without a gradient while gradients are enabled.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

@@ -2,6 +2,7 @@
 then."""
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from .memory import neuron_major
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer, weights_of
 from .ops import sparse_ffn
 from .registry import DENSE
-from .tuning.common import check_all_ran, checked_tokens, hooked
+from .tuning.common import check_all_ran, check_spelling, checked_tokens, hooked
 from .tuning.order import kept_count
 from .tuning.saved import CONFIG_KEY, save_plans, unwrapped
 
@@ -58,9 +59,10 @@ class Pruned(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The rule of three: at 95% confidence, a neuron that fired for none of n tokens fires for less than 3/n of
-        all, if these n are independent."""
-        return 3 / self.tokens
+        """At 95% confidence, all neurons that fired for none of n independent tokens fire for less than this share of
+        all tokens: that one of N neurons with a rate of p or more does not is at most N (1 - p)^n likely (the union
+        bound), which is below 5% for p = log(20 N) / n. For a single neuron it is the rule of three, 3 / n."""
+        return min(1.0, math.log(20 * sum(self.of)) / self.tokens)
 
     def __str__(self) -> str:
         removed = sum(self.of) - sum(self.neurons)
@@ -68,7 +70,7 @@ class Pruned(NamedTuple):
             return f"each of {sum(self.of)} neurons fired for some of {self.tokens} tokens: none is removed"
         return (
             f"{removed} of {sum(self.of)} neurons are removed, of {sum(self.silent)} silent ones; none of them fired "
-            f"for {self.tokens} tokens, so each fires for less than {self.bound:.2g} of all (rule of three, 95%)\n"
+            f"for {self.tokens} tokens, so all fire for less than {self.bound:.2g} of all (95%, independent tokens)\n"
             + ("not measured on other inputs: give held_out" if self.held_out is None else str(self.held_out))
         )
 
@@ -85,13 +87,15 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
     held_out: other inputs of the model (a mapping of named inputs, a tuple, or a single one), on which the firing of
     these neurons and the change of logits and loss are measured.
 
-    Raises ValueError, and changes nothing, for inputs without tokens, for a model without blocks or one that does not
-    run all of them, for weights that are sharded, parametrized, have gradients or belong to other modules too, for a
-    configuration that cannot describe the smaller model, and for held_out that gives no logits.
+    Raises TypeError for a misspelled setting, and ValueError, and changes nothing, for inputs of a block without tokens
+    or with NaN or Inf, for a model without blocks or one that does not run all of them, for DistributedDataParallel,
+    for weights that are sharded, parametrized, have gradients or belong to other modules too, for a configuration that
+    cannot describe the smaller model, and for held_out that gives no logits.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prune; `sparsify` puts them there")
+    check_spelling(prune_silent, model, named)
     check_whole("prune_silent", model, blocks)
     _check_own_weights(model, blocks)
     fired: dict[SparseFeedForward, Tensor] = {}

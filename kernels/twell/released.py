@@ -60,7 +60,9 @@ def from_released(
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
             for layer in model.model.layers:
-                layer.mlp = SparseFeedForward(config.hidden_size, config.intermediate_size, gated, activation)
+                layer.mlp = SparseFeedForward(
+                    config.hidden_size, config.intermediate_size, gated=gated, activation=activation
+                )
     except (*WRONG_VALUES, RuntimeError) as error:
         raise ValueError(f"{folder}: {error}") from error
     fill(model, tensors, device, str(folder))

@@ -13,7 +13,7 @@ from ..modules import SparseFeedForward, check_whole, feed_forward_blocks
 from ..plan import CAPACITY
 from ..registry import is_sparse
 from . import forward, training
-from .common import Choice, Decision, Form, Tuning, check_all_ran, check_names, checked_tokens, hooked
+from .common import Choice, Decision, Form, Tuning, check_all_ran, check_names, check_spelling, checked_tokens, hooked
 from .order import can_be_ordered, order_neurons
 from .saved import forget_plans, save_plans
 
@@ -69,12 +69,13 @@ def autotune(
         this. They choose alike, by the means of their firing rates and times, and if one of them raises, all do
         (under FSDP: if it raises in a block, since other processes wait for its weights elsewhere).
 
-    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
-    run all that it should choose for, and in eval mode for sharded weights (processes would choose differently);
-    BackendUnavailable for a backend that was requested by name but cannot run a block, and RuntimeError for what failed
-    in another process.
+    Raises TypeError for a misspelled setting, ValueError for an unknown backend, for inputs of a block without tokens
+    or with NaN or Inf, for a model without blocks or one that does not run all that it should choose for, and in eval
+    mode for sharded weights and DistributedDataParallel (processes would choose differently); BackendUnavailable for a
+    backend that was requested by name but cannot run a block, and RuntimeError for what failed in another process.
     """
     check_names(backends)
+    check_spelling(autotune, model, named)
     known = feed_forward_blocks(model)
     if not known:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to tune; `sparsify` puts them there")
@@ -87,6 +88,12 @@ def autotune(
         check_whole("autotune in eval mode", model, chosen)
     run_compiled = training.compiled_blocks(model, chosen, compiled) if model.training else set()
     sortable = {block for block in chosen if hot and not model.training and can_be_ordered(model, block)}
+    if hot and not model.training and len(sortable) < len(chosen):
+        logger.info(
+            "the neurons of %d of %d blocks are not sorted: these are in training mode, have gradients or an "
+            "l1_weight (set them to None), or weights that are parametrized or belong to other modules too",
+            *(len(chosen) - len(sortable), len(chosen)),
+        )
 
     def measure(block: SparseFeedForward, x: Tensor) -> None:
         if block in decisions:
@@ -117,6 +124,7 @@ def _apply(layer: int, block: SparseFeedForward, decision: Decision) -> None:
     plan, before, present = decision.choice.plan, block.plan, block._capacity
     if decision.order is not None:
         order_neurons(block, decision.order)
+        logger.info("layer %d: its neurons are sorted; the state of an earlier optimizer is in the old order", layer)
     if plan.backend != before.backend:
         logger.info(
             "layer %d runs %s instead of %s from now on, at %.1f non-zeros per token",

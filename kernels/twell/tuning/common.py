@@ -1,7 +1,11 @@
 """What tuning for inference and for training share: the result, the inputs of blocks, and the backends that can run."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +15,7 @@ from ..checks import computed_dtype
 from ..modules import SparseFeedForward, named_blocks
 from ..plan import Plan
 
+logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 
 
@@ -93,8 +98,19 @@ def hooked(blocks: Sequence[SparseFeedForward], hook: Callable[[SparseFeedForwar
             handle.remove()
 
 
+def check_spelling(program: Callable, model: nn.Module, named: Iterable[str]) -> None:
+    """Raises TypeError for a named input that the model's forward does not name, and that is nearly a setting of the
+    program: what takes **kwargs would take it silently."""
+    settings = [name for name, kind in signature(program).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
+    for name in set(named).difference(signature(model.forward).parameters):
+        if meant := get_close_matches(name, settings, 1, cutoff=0.8):
+            raise TypeError(f"{program.__name__} has no setting {name!r}; did you mean {meant[0]!r}?")
+
+
 def check_names(backends: Sequence[str] | None) -> None:
-    """Raises ValueError for a backend that does not exist, and for "auto"."""
+    """Raises ValueError for a backend that does not exist, for "auto", and for a name alone."""
+    if isinstance(backends, str):
+        raise ValueError(f"backends must be a sequence of names, got {backends!r}")
     for name in backends or ():
         registry.check_name(name)
         if name == registry.AUTO:
@@ -113,9 +129,12 @@ def check_all_ran(model: nn.Module, ran: Container[nn.Module], needed: Container
 
 
 def checked_tokens(x: Tensor, program: str) -> int:
-    """The number of tokens of a block's input. Raises ValueError for none."""
+    """The number of tokens of a block's input. Raises ValueError for none, and for NaN or Inf, which make every neuron
+    fire."""
     if not (tokens := x.shape[:-1].numel()):
         raise ValueError(f"{program} needs inputs with at least one token")
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"{program} needs inputs that are finite in each block, and one of them got NaN or Inf")
     return tokens
 
 
@@ -142,11 +161,20 @@ def usable_backends(
     names = (
         [name for name in registry.available_backends(x.device) if name != REFERENCE] if backends is None else backends
     )
-    usable = []
+    usable, misfits = [], {}
     for name in names:
         reason = misfit(name, block, x, training=training)
         if reason is not None and backends is not None:
             raise registry.BackendUnavailable(f"backend {name!r} cannot run this block: {reason}")
         if reason is None and registry.get(name).sparse:
             usable.append(name)
+        elif reason is not None and registry.why_not(name, device=x.device) is None:
+            misfits[name] = reason
+    if misfits and not usable:
+        _warn_once(f"blocks stay dense: {'; '.join(f'{name}: {reason}' for name, reason in misfits.items())}")
     return usable
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -48,9 +48,10 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
         raise ValueError(
             f"{name} has no configuration that holds plans: run autotune on it, or give those of save_plans"
         )
-    if not isinstance(plans, Sequence) or len(plans) != len(blocks):
-        count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
-        raise ValueError(f"there are plans for {count} blocks, and {name} has {len(blocks)}")
+    if not isinstance(plans, Sequence) or isinstance(plans, str):
+        raise ValueError(f"plans must be a list as of save_plans (of a text: json.loads), got {reprlib.repr(plans)}")
+    if len(plans) != len(blocks):
+        raise ValueError(f"there are plans for {len(plans)} blocks, and {name} has {len(blocks)}")
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
     loads: dict[Hashable, Callable[[], object]] = {}
     for block, plan in zip(blocks, checked, strict=True):
