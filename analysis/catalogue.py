@@ -38,7 +38,7 @@ OVERVIEW: tuple[Spec, ...] = (
     Spec(
         "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
         partial(report.uncompiled, op="model_training", second="peak_memory"),
-        "The same for training steps. A dash: unmodified transformers fill the memory; in the paper, batches differ.",
+        "The same for training steps. A dash: unmodified transformers fill the memory; in the paper: unequal batches.",
     ),
     Spec(
         "trainings_compared", "Whole trainings", report.trainings_compared,

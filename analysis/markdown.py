@@ -201,7 +201,7 @@ def _at_equal_time(results: Results) -> str:
     seeds = render.span(compared["seeds"], lambda count: {1: "one", 2: "two", 3: "three"}.get(int(count), str(count)))
     seeds += " seed" if compared["seeds"].max() == 1 else " seeds"
     return (
-        f" At {size.upper()}, against smaller dense models under `torch.compile`, at equal time: "
+        f" At {size.upper()}, against smaller dense models at equal time: "
         f"cross-entropy {'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
     )
 

@@ -9,7 +9,7 @@ from test_sparsify import README, REPLACED
 from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 from twell import (
@@ -221,13 +221,14 @@ def test_an_l1_schedule():
         L1Schedule(0.5, exempt=1)
 
 
-def trained(folder, model, callbacks=(), steps=4, **l1):
+def trained(folder, model, callbacks=(), steps=4, resume=None, accumulate=1, attributes=(), **l1):
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
         per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulate,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=2,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -235,7 +236,8 @@ def trained(folder, model, callbacks=(), steps=4, **l1):
     rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
     schedule = L1Schedule(**{"coefficient": 0.1, **l1})
     trainer = SparseTrainer(model=model, args=arguments, train_dataset=rows, l1=schedule, callbacks=[*callbacks])
-    trainer.train()
+    vars(trainer).update(attributes)
+    trainer.train(resume)
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -247,9 +249,43 @@ def test_a_trainer_adds_the_scheduled_term(tmp_path):
     assert all(0 < entry["nonzeros"] < SIZES["intermediate_size"] for entry in late)
 
 
-def test_the_busiest_neurons_are_exempt(tmp_path):
+def no_loss(outputs, labels, num_items_in_batch):
+    return outputs.logits.sum() * 0
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"model_accepts_loss_kwargs": False},
+        {"model_accepts_loss_kwargs": False, "compute_loss_func": no_loss},
+        pytest.param(
+            {"loss_is_scaled_for_ga": False},
+            marks=pytest.mark.skipif(not hasattr(Trainer, "loss_is_scaled_for_ga"), reason="transformers is older"),
+        ),
+    ],
+)
+def test_the_term_does_not_depend_on_accumulated_batches(tmp_path, attributes):
+    settings = {"steps": 1, "accumulate": 4, "attributes": attributes}
+    (without,), (row,) = (trained(tmp_path, tiny(), coefficient=l1, **settings) for l1 in (0.0, 0.1))
+    assert row["loss"] - without["loss"] == pytest.approx(0.1 * row["l1"], rel=0.1)
+
+
+def test_optimizer_state_gets_the_layout_of_the_weights(tmp_path):
+    plain, model = tiny(), tiny()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.contiguous()  # as before `sparsify`
+    trained(tmp_path, plain)
+    trained(tmp_path, model, resume=tmp_path / "checkpoint-2")
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("resume", [None, "checkpoint-2"])
+def test_the_busiest_neurons_are_exempt(tmp_path, resume):
     model = tiny()
-    trained(tmp_path, model, exempt=0.25)
+    trained(tmp_path, tiny())
+    trained(tmp_path, model, resume=resume and tmp_path / resume, exempt=0.25)
     for block in feed_forward_blocks(model):
         assert (block.l1_weight == 0).sum() == SIZES["intermediate_size"] // 4
         assert block.stats.l1 > 0
@@ -264,6 +300,9 @@ def test_a_trainer_autotunes(tmp_path):
     assert len(rows) == 5
     assert len(sparse_at) == 5 + 2, "one forward more before steps 2 and 4"
     assert not model._forward_pre_hooks
+    sparse_at.clear()
+    trained(tmp_path, model, [callback], resume=tmp_path / "checkpoint-2")
+    assert len(sparse_at) == 2 + 1, "at the second step"
     bind_silu(first)
     with pytest.raises(ValueError, match="use_liger_kernel=True"):
         trained(tmp_path, model, [AutotuneCallback()])

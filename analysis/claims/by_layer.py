@@ -25,14 +25,20 @@ def profile(evidence: Evidence) -> Finding:
         raise Untested("non-zeros by layer were not gathered")
     if len(means) < FEWEST_LAYERS:
         raise Untested(f"non-zeros of {len(means)} layers only; {FEWEST_LAYERS} are needed")
-    sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
     met = {
-        "layers 0 and 1 are not the least active": sparsest == [0, 1],
-        "no hump in the first half": 1 < busiest < len(means) / 2,
+        "layers 0 and 1 are not the least active": set(means.nsmallest(2).index) == {0, 1},
+        "no hump in the first half": 1 < means.idxmax() < len(means) / 2,
     }
-    ours = f"least active: layers {sparsest[0]} and {sparsest[1]}; most active: layer {busiest} of {len(means)}"
-    details = [f"Layer {int(layer)}: {significant(mean)} non-zeros." for layer, mean in means.items()]
-    return Finding(ours, *graded(met), evidence.seeds(l1, op="nonzeros"), details)
+    details = [
+        f"{model} at L1 {l1_label(l1)}: {_least_and_most(of.set_index('layer')['mean'])}."
+        for (model, l1), of in _over_mean(evidence).groupby(["model", "l1"])
+    ]
+    return Finding(_least_and_most(means), *graded(met), evidence.seeds(l1, op="nonzeros"), details)
+
+
+def _least_and_most(means: pd.Series) -> str:
+    first, second = sorted(int(layer) for layer in means.nsmallest(2).index)
+    return f"least active: layers {first} and {second}; most active: layer {int(means.idxmax())} of {len(means)}"
 
 
 def maximum(evidence: Evidence) -> Finding:

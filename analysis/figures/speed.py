@@ -163,11 +163,12 @@ class _Places:
 
 
 def _points(axes: Axes, data: pd.DataFrame, places: _Places) -> None:
-    """A point for each measurement, relative to the fastest dense form; open points: with nothing compiled, relative to
-    eager, above the filled point of a run whose fastest dense form is the eager one."""
+    """A filled point for each measurement beside a compiled dense form, relative to the fastest of them; an open one
+    for each with nothing compiled, by `eager_ratios`."""
     for label, own in data.groupby(data["l1"].map(l1_label)):
         look: style.Look = {"color": places.colours[str(label)], "marker": "o", "markersize": 4.5, "linestyle": ""}
-        axes.plot(places.of(own), own["percent"], zorder=3, **look)
+        filled = own[own["baseline"].ne(schema.EAGER) | own["eager_percent"].isna()]
+        axes.plot(places.of(filled), filled["percent"], zorder=3, **look)
         axes.plot(places.of(own), own["eager_percent"], zorder=4, **look | {"markerfacecolor": "white"})
     axes.axhline(0, color=style.INK, linewidth=0.8)
     for between in range(1, len(places.models)):

@@ -1,4 +1,4 @@
-"""The same training with Hugging Face's Trainer.
+"""A training with Hugging Face's Trainer.
 
 python kernels/examples/trainer.py
 """

@@ -50,23 +50,38 @@ class SparseTraining:
         super().__init__(*arguments, **named)
         self.l1 = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
         self._rates: dict[nn.Module, Tensor] = {}
-        self._exempted_at = -1
+        self._exempted_in = -1
 
     def compute_loss(
         self: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         step = self.state.global_step
-        if model.training and self.l1.exempt and step % EXEMPT_EVERY == 0 and step != self._exempted_at:
-            self._exempted_at = step
+        period = step // EXEMPT_EVERY  # a resumed training begins within one
+        if model.training and self.l1.exempt and period != self._exempted_in:
+            self._exempted_in = period
             exempt_hottest(model, inputs, self.l1.exempt, self._rates)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         if model.training and (coefficient := self.l1.at(step)):
             penalty = coefficient * l1_penalty(model)
-            # The Trainer sums losses that are already scaled to all accumulated batches, and averages others.
-            if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            # The Trainer's rule: losses that are already scaled to all accumulated batches are summed, others averaged.
+            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers 5.17 has none
+            if scaled is None:
+                scaled = self.compute_loss_func or (self.model_accepts_loss_kwargs and num_items_in_batch is not None)
+            if scaled:
                 penalty = penalty / self.current_gradient_accumulation_steps
             loss = loss + penalty
         return (loss, outputs) if return_outputs else loss
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Gives state from before `sparsify` the layout of the parameters, which fused optimizers need."""
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        states = getattr(self.optimizer, "state", {})  # some of DeepSpeed's have none
+        for parameter in self.model.parameters():
+            state = states.get(parameter, {})
+            for name, value in state.items():
+                same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+                if same_shape and value.stride() != parameter.stride():
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
     def log(self: Any, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         stats = [block.stats for block in feed_forward_blocks(self.model) if block.stats is not None]
@@ -99,14 +114,15 @@ def exempt_hottest(model: nn.Module, inputs: dict[str, Any], share: float, rates
 
 
 class AutotuneCallback(TrainerCallback):
-    """Calls `autotune` on the latest inputs of the model every so many steps, not before the first of them. settings:
-    those of `autotune`."""
+    """Calls `autotune` on the latest inputs of the model every so many steps, not before the first of them; also at the
+    second step after a resume from later ones. settings: those of `autotune`."""
 
     def __init__(self, every: int = 500, **settings: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}")
         self.every, self.settings = every, settings
         self._inputs: tuple[tuple, dict[str, Any]] | None = None
+        self._tuned_in = 0
         self._handle: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -118,10 +134,12 @@ class AutotuneCallback(TrainerCallback):
         self._handle = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        if self._inputs is not None and state.global_step % self.every == 0:
+        period = state.global_step // self.every
+        if self._inputs is not None and period != self._tuned_in:
+            self._tuned_in = period
             arguments, named = self._inputs
             autotune(model.train(), *arguments, **named, **self.settings)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._handle.remove()
-        self._inputs = None
+        self._inputs, self._tuned_in = None, 0
