@@ -44,7 +44,7 @@ def choose(
     usable, plans = usable_backends(block, x, backends), [Plan(DENSE)]
     for name in usable:
         plans += [Plan(name), *([Plan(name, by_index)] if by_index else [])]
-        plans += [Plan(name, count) for count in (() if order is None else order.prefixes) if count < len(pattern)]
+        plans += [Plan(name, count) for count in (() if order is None else order.prefixes)]
 
     def call(plan: Plan, x: Tensor = x) -> Callable[[], object]:
         indices = torch.tensor(plan.indices, device=x.device) if plan.indices else None  # as a block keeps them

@@ -25,7 +25,7 @@ BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `
 
 class FiringOrder(NamedTuple):
     """neurons: int64 [N], a permutation: most active first, those that never fired last. prefixes: numbers of neurons
-    in front to try as hot ones, ascending, none of them 0. kept: how many, in front, remain where the silent ones are
+    in front to try as hot ones, ascending, neither 0 nor N. kept: how many, in front, remain where the silent ones are
     left out (`kept_count`). rare: how many, behind all prefixes, have a rate of at most RARE."""
 
     neurons: Tensor
@@ -50,7 +50,8 @@ def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
     rates = firing_rates(x, w_gate)
     order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
     # Rounded up: a cold neuron among the hot ones costs little, a hot one among the cold a gather for many tokens.
-    prefixes = sorted({-(-int((rates > rate).sum()) // MULTIPLE) * MULTIPLE for rate in RATES} - {0})
+    counts = {-(-int((rates > rate).sum()) // MULTIPLE) * MULTIPLE for rate in RATES}
+    prefixes = sorted(count for count in counts if 0 < count < len(rates))
     rare = min(int((rates <= RARE).sum()), len(rates) - max(prefixes, default=0))
     return FiringOrder(order, tuple(prefixes), kept_count(fired, KEPT_MULTIPLE), rare)
 
