@@ -53,7 +53,7 @@ class Measured:
 
     half_width: of the 95% interval over seeds, or for one seed over the items of a task; NaN if unknown.
     seeds: the number of seeds.
-    ratio: improvement over the fastest dense form of the same run; eager_ratio: see `eager_ratios`.
+    ratio: improvement over the fastest dense form of the same run.
     remark: how it differs from the others of its kind.
     """
 
@@ -62,7 +62,6 @@ class Measured:
     half_width: float = math.nan
     seeds: int = 0
     ratio: float = math.nan
-    eager_ratio: float = math.nan
     remark: str = ""
 
 
@@ -176,9 +175,7 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
     mean = _mean(chosen)
     if not sparse:
         return mean
-    ratio = float(chosen["ratio"].mean())
-    eager = math.nan if backend.endswith(schema.COMPILED) else float(eager_ratios(chosen, rows).mean())
-    return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, ratio, eager)
+    return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, float(chosen["ratio"].mean()))
 
 
 def accuracy_half_width(runs: pd.DataFrame) -> float:

@@ -170,13 +170,13 @@ COLUMNS: dict[str, Column] = {
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),
 }
-# Suffixes of column names: half the width of the 95% interval, the change in percent against the fastest dense form and
-# against uncompiled dense of the same run, and the number of seeds where it is less than that of the line.
-INTERVAL, CHANGE, EAGER_CHANGE, FEWER_SEEDS = BESIDE = ("_ci95", "_vs_dense_pct", "_vs_eager_pct", "_seeds")
+# Suffixes of column names: half the width of the 95% interval, the change in percent against the fastest dense form of
+# the same run, and the number of seeds where it is less than that of the line.
+INTERVAL, CHANGE, FEWER_SEEDS = BESIDE = ("_ci95", "_vs_dense_pct", "_seeds")
 
 
 def texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; uncompiled +35%)", "31.0 ± 0.15 (2 seeds)".
+    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%)", "31.0 ± 0.15 (2 seeds)".
 
     The column `note` is not shown: a row without any number shows it in place of its device, and `notes` collects the
     others.
@@ -197,11 +197,10 @@ def texts(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _qualified(text: str, half_width: float, change: float, eager: float, seeds: float) -> str:
+def _qualified(text: str, half_width: float, change: float, seeds: float) -> str:
     if not pd.isna(half_width):
         text += f" ± {significant(round(half_width, 4), 2)}"
     brackets = [] if pd.isna(change) else [signed(change)]
-    brackets += [] if pd.isna(eager) else [f"uncompiled {signed(eager)}"]
     brackets += [] if pd.isna(seeds) else ["one seed" if seeds == 1 else f"{seeds:.0f} seeds"]
     return f"{text} ({'; '.join(brackets)})" if brackets else text
 

@@ -236,7 +236,6 @@ def _cells(name: str, measured: Measured, metric: str, seeds: int) -> dict[str, 
     beside = {
         name + render.INTERVAL: measured.half_width,
         name + render.CHANGE: percent(measured.ratio),
-        name + render.EAGER_CHANGE: percent(measured.eager_ratio),
         name + render.FEWER_SEEDS: measured.seeds if 0 < measured.seeds < seeds else math.nan,
     }
     return {name: measured.value} | {key: value for key, value in beside.items() if not math.isnan(value)}
@@ -329,8 +328,8 @@ TABLES: tuple[Spec, ...] = (
         "table1_scales", "Table 1: dense and sparse models at every scale", scales,
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
         "brackets: the change against the fastest dense implementation of the same run (the row below, not run "
-        "sparse), and against the uncompiled one, where it was timed; for the paper's rows, against its dense row. The "
-        "paper's sparse 2B model uses a larger micro-batch, hence more memory.",
+        "sparse); for the paper's rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, "
+        "hence more memory.",
     ),
     Spec(
         "table2_hyperparameters", "Table 2: hyper-parameters", hyperparameters,

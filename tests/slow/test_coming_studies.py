@@ -67,11 +67,10 @@ def test_the_sweep_of_the_small_model_stays_the_main_one(results):
         assert set(layers.described(results, name)["model"]) == {"21m"}
 
 
-def test_scales_have_both_baselines_and_sizes_have_accuracies(results):
+def test_scales_have_a_baseline_and_sizes_have_accuracies(results):
     frame = ours(tables.scales(results))
-    timed = frame[frame["forward_tokens_per_ms_vs_eager_pct"].notna()]
+    timed = frame[frame["forward_tokens_per_ms_vs_dense_pct"].notna()]
     assert set(timed["scale"]) == {"0.5B", "1B", "1.5B", "2B"}
-    assert timed["forward_tokens_per_ms_vs_dense_pct"].notna().all()
     scored = frame[frame["mean_task_accuracy_pct"].notna()]
     assert set(scored["scale"]) == {"4m", "11m", "21m"}
     assert scored["mean_task_accuracy_pct_ci95"].notna().all()
