@@ -21,7 +21,8 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     run = ["study", "item", "pattern", "device", "plan", "backend", "backup"]
     eager = eager_ratios(compared, chosen).mask(compared["backend"].str.endswith(schema.COMPILED))
     beside = eager.notna().groupby([compared[name] for name in run], dropna=False).transform("any")
-    compared = compared.assign(eager=eager)[eager.notna() | ~beside]
+    kept = eager.notna() | ~beside | compared["op"].ne("model_training")
+    compared = compared.assign(eager=eager)[kept]
     most = compared.groupby(run, dropna=False)["tokens"].transform("max")
     # Training steps with fewer tokens, for which a dense form has no room with more.
     compared = compared[~(compared["op"].eq("model_training") & compared["tokens"].lt(most).fillna(False))]

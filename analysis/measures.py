@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
-from analysis.choose import RUN, cells, equally_trained, longest_trained, made_for_speed, of_one_micro_batch, where
+from analysis.choose import RUN, equally_trained, longest_trained, made_for_speed, of_one_micro_batch, where
 
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
@@ -189,11 +189,6 @@ def accuracies_over_seeds(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     data = stats.over_seeds(runs, by)
     half = [accuracy_half_width(where(runs, **line)) for line in data[by].to_dict("records")]
     return data.assign(low=data["value"] - half, high=data["value"] + half)
-
-
-def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:
-    """The cells of SAME_RUN, plan, backup and, as the last, backend: unique for each measurement of a metric."""
-    return cells(rows, [*SAME_RUN, "plan", "backup", "backend"])
 
 
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:

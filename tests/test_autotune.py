@@ -111,6 +111,9 @@ def test_misspelled_settings_are_refused_though_the_model_takes_any():
     autotune(built, torch.zeros(1), attention_mask=None)
     built.forward = lambda x, backend: built[0](x)
     autotune(built, torch.zeros(1), backend=None)
+    wrapper = torch.nn.Sequential(built)
+    wrapper.forward = lambda *inputs, **named: built(*inputs, **named)
+    autotune(wrapper, torch.zeros(1), backend=None)
 
 
 def test_a_name_alone_is_no_sequence_of_backends():

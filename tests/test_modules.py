@@ -262,7 +262,12 @@ def test_what_goes_by_neuron_is_no_buffer(block):
     x, wanted = torch.randn(6, 16), {**block.state_dict()}
     y, l1 = block(x), block.stats.l1
     assert not [*block.buffers()]
-    block.bfloat16().float().to("meta").to_empty(device="cpu").load_state_dict(wanted)
+    block.bfloat16().float().to("meta")
+    block(torch.empty(6, 16, device="meta"))
+    with pytest.raises(ValueError, match=r"l1_weight must have the shape \[40\] .* got \[40\] on meta"):
+        block.l1_weight = torch.ones(40, device="meta")
+    block.l1_weight = block.l1_weight * 1
+    block.to_empty(device="cpu").load_state_dict(wanted)
     for other in (block, copy.deepcopy(block), _saved_whole(block)):
         torch.testing.assert_close((other(x), other.stats.l1), (y, l1))
     exported = torch.export.export(block, (x,)).module()

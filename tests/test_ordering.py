@@ -87,6 +87,7 @@ def test_all_neurons_above_a_rate_are_tried_as_hot():
     x = torch.ones(64, 2)
     order = firing_order(x, w_gate, (x @ w_gate.t() > 0).any(0))
     assert order.prefixes == (256,), "rounded down, 32 of them would be gathered for each token"
+    assert firing_order(x, w_gate[:256], torch.ones(256, dtype=torch.bool)).prefixes == (), "none would stay behind"
 
 
 def test_the_order_of_firing():

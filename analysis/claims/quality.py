@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,13 +69,21 @@ def unregularised(evidence: Evidence) -> Finding:
     off = {model: share / theirs for model, share in known.items() if not 1 / 1.5 <= share / theirs <= 1.5}
     reasons = [f"{significant(times, 2)} times the paper's share at {model}" for model, times in off.items()]
     ours = ", ".join(f"{_percent(share)} ({model})" for model, share in known.items())
-    return Finding(ours, *_by_model(reasons, len(known)), min(len(shares[model]) for model in known))
+    seeds = min(len(shares[model]) for model in known)
+    return Finding(ours, *_by_model(reasons, len(known)), seeds, place=_place(rows, known))
 
 
 def _trained_enough(rows: pd.DataFrame, evidence: Evidence) -> pd.DataFrame:
     """The rows of the sweep's model, and of others that were trained on its text for long enough to decide a claim."""
     enough = (rows["tokens_per_parameter"] >= ENOUGH).fillna(False) & rows["text"].isin(set(evidence.sweep["text"]))
     return rows[rows["model"].eq(evidence.model) | enough]
+
+
+def _place(rows: pd.DataFrame, models: Iterable[str]) -> str:
+    """These models, how long they were trained, and on what."""
+    trained = choose.trainings(rows[rows["model"].isin(set(models))])
+    per = span(trained["tokens_per_parameter"].dropna(), lambda value: significant(value, 2))
+    return f"{', '.join(models)}, {per} tokens per parameter, {describe.devices(trained['device'])}"
 
 
 def _by_model(short: list[str], models: int) -> tuple[str, list[str]]:
@@ -239,7 +248,8 @@ def silu(evidence: Evidence) -> Finding:
         f"{model}: {line['relu']:.3f}, with SiLU {line['silu']:.3f} ({signed(change[model], 1)})"
         for model, line in means.iterrows()
     )
-    return Finding(f"cross-entropy of {ours}", *_by_model(over, len(means)), int(seeds.min()))
+    place = _place(rows, list(means.index))
+    return Finding(f"cross-entropy of {ours}", *_by_model(over, len(means)), int(seeds.min()), place=place)
 
 
 def gating(evidence: Evidence) -> Finding:

@@ -21,7 +21,6 @@ from analysis.claims.evidence import (
     graded,
 )
 from analysis.gains import gains, published
-from analysis.measures import plan_keys
 from analysis.render import NOTHING, signed, significant, span
 
 PAPERS_KIND = "H100"  # its H100 PCIe and other cards of this name
@@ -58,10 +57,11 @@ def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gai
     papers = choose.papers_method(data)
     papers = papers[~papers["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
     # The plan with the highest throughput, in every metric: a slower one may take less memory.
-    timed = gains(rows, "throughput").assign(metric=metric)
-    speed = dict(zip(plan_keys(timed), timed["percent"], strict=True))
+    form = [*choose.RUN, "pattern", "device", "plan", "backup", "backend"]  # tokens of a step may differ by metric
+    timed = gains(rows, "throughput")
+    speed = dict(zip(choose.cells(timed, form), timed["percent"], strict=True))
     best = choose.against_the_fastest(data)
-    best = best.assign(speed=[speed.get(key, math.nan) for key in plan_keys(best)])
+    best = best.assign(speed=[speed.get(key, math.nan) for key in choose.cells(best, form)])
     best = best.sort_values(["speed", "gain"], ascending=False, kind="stable").drop_duplicates(["model", "l1"])
     return _Gains(sign, printed, rows[rows["l1"] != 0], data, best, papers)
 
@@ -94,7 +94,7 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
     enough, reached = 2 * len(same) >= len(printed), bool((same["short"] <= 0).all())
     nearest = best["percent_low"] if sign > 0 else best["percent_high"]  # of the spread, to no change; memory has none
     surely = sign * nearest.fillna(best["percent"]) > 0
-    some = bool((surely | (sign * (best["eager_percent"] - best["published"]) >= 0)).any())
+    some = bool(surely.any() or (sign * (data["eager_percent"] - data["published"]) >= 0).any())
     by_its_method, by_its_method_alike = (
         len(frame) > 0 and bool((sign * frame["eager_percent"] > 0).mean() > 0.5) for frame in (plain, alike)
     )

@@ -16,7 +16,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED, SAME_RUN, plan_keys
+from analysis.measures import NOT_FOR_SPEED, SAME_RUN
 from analysis.render import span
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
@@ -115,7 +115,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     for axes in grid[-1]:
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel("model")
-    picture.legend(handles=_handles(speed, places, panels), loc="outside lower center", ncols=2)
+    uncompiled = any(data["eager_percent"].notna().any() for data in shown.values())
+    picture.legend(handles=_handles(speed, places, panels, uncompiled), loc="outside lower center", ncols=2)
     lacks = "; ".join(
         f"{panel.metric.replace('_', ' ')}: {_reason(rows, panel.metric)}" for panel in panels if panel not in shown
     )
@@ -129,7 +130,7 @@ def _forms(data: pd.DataFrame) -> pd.DataFrame:
     """Of backends that were also timed with the rest of the model compiled, the compiled form only; its `eager_percent`
     becomes that of the same form with nothing compiled, as in the paper's comparison. `form`: the plan in words; plan
     and backend where one comparison timed a plan twice."""
-    keys = plan_keys(data)
+    keys = choose.cells(data, [*SAME_RUN, "plan", "backup", "backend"])  # unique for each measurement of a metric
     known = set(keys)
     also_compiled = np.array([(*rest, f"{backend}{schema.COMPILED}") in known for *rest, backend in keys], dtype=bool)
     shown = data[~also_compiled]
@@ -178,14 +179,14 @@ def _points(axes: Axes, data: pd.DataFrame, places: _Places) -> None:
     axes.margins(y=0.12)
 
 
-def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel]) -> list[Line2D]:
+def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel], uncompiled: bool) -> list[Line2D]:
     """The legend: L1 values by colour, with the range of the models' mean non-zeros, then everything else."""
     lines = []
     for label in places.l1:
         nonzeros = speed.loc[speed["l1"].map(l1_label).eq(label), "mean_nnz"].dropna()
         active = f" ({span(nonzeros, '{:.0f}'.format)} non-zeros)" if len(nonzeros) else ""
         lines.append(Line2D([], [], label=f"L1 {label}{active}", color=places.colours[label], marker="o", linestyle=""))
-    if speed["eager_percent"].notna().any():
+    if uncompiled:
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
         lines.append(Line2D([], [], label="open: nothing compiled", **open_))
     lines.append(Line2D([], [], label="the paper (H100 PCIe)", **style.PAPER_POINTS))

@@ -142,10 +142,12 @@ def _check_same(what: str, values: dict[str, object]) -> None:
 
 
 def check_l1_weight(weight: Tensor, w_up: Tensor) -> None:
-    """Raises TypeError or ValueError unless this can be the weight of each neuron in the L1 term: floating [N]."""
+    """Raises TypeError or ValueError unless this can be the weight of each neuron in the L1 term: floating [N], with
+    values."""
     if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
         kind = getattr(weight, "dtype", type(weight).__name__)
         raise TypeError(f"l1_weight must be a floating tensor with a weight for each neuron, got {kind}")
-    if weight.shape != w_up.shape[:1] or weight.device != w_up.device:
+    elsewhere = weight.is_meta or (weight.device != w_up.device and not w_up.is_meta)
+    if weight.shape != w_up.shape[:1] or elsewhere:
         wanted = f"must have the shape {list(w_up.shape[:1])} and be on {w_up.device}"
         raise ValueError(f"l1_weight {wanted}, got {list(weight.shape)} on {weight.device}")

@@ -156,6 +156,8 @@ def test_uncompiled_gains_compare_nothing_compiled_and_memory_with_transformers(
     assert data.loc["hopper", "tokens"] == 8192, "more tokens do not fit into memory with transformers"
     assert data.loc["hopper", "eager_percent"] == pytest.approx(-100 / 3)
     assert math.isnan(data.loc["hopper_compiled", "eager_percent"])
+    forward = pd.concat(made, ignore_index=True).assign(op="model_forward")
+    assert set(where(gains(forward, "peak_memory"), backend="hopper")["tokens"]) == {8192, 16384}
 
 
 def test_each_form_of_a_whole_model_has_its_row_of_panels(devices):

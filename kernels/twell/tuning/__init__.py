@@ -83,6 +83,7 @@ def autotune(
     if foreign := set(chosen).difference(known):
         raise ValueError(f"{len(foreign)} of {len(chosen)} blocks are not in {type(model).__name__}")
     decisions: dict[SparseFeedForward, Decision] = {}
+    places: dict[SparseFeedForward, torch.device] = {}  # where weights are in a forward, if offloaded between them
     processes = training.Processes(group) if model.training else None
     if processes is None:
         check_whole("autotune in eval mode", model, chosen)
@@ -98,6 +99,7 @@ def autotune(
     def measure(block: SparseFeedForward, x: Tensor) -> None:
         if block in decisions:
             return
+        places[block] = x.device
         if processes is None:
             checked_tokens(x, "autotune")
             decisions[block] = forward.choose(block, x, backends, hot=hot, sortable=block in sortable)
@@ -116,6 +118,7 @@ def autotune(
     for layer, block in enumerate(known):
         if block in decisions:
             _apply(layer, block, decisions[block])
+            block._by_neuron("_hot", places[block])  # a compiled call would copy it each time
     forget_plans(model) if model.training else save_plans(model)
     return Tuning(decisions[block].choice for block in chosen)
 

@@ -99,11 +99,12 @@ def hooked(blocks: Sequence[SparseFeedForward], hook: Callable[[SparseFeedForwar
 
 
 def check_spelling(program: Callable, model: nn.Module, named: Iterable[str]) -> None:
-    """Raises TypeError for a named input that the model's forward does not name, and that is nearly a setting of the
+    """Raises TypeError for a named input that no forward in the model names, and that is nearly a setting of the
     program: what takes **kwargs would take it silently."""
     settings = [name for name, kind in signature(program).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
-    for name in set(named).difference(signature(model.forward).parameters):
-        if meant := get_close_matches(name, settings, 1, cutoff=0.8):
+    for name in named:
+        meant = get_close_matches(name, settings, 1, cutoff=0.8)
+        if meant and not any(name in signature(module.forward).parameters for module in model.modules()):
             raise TypeError(f"{program.__name__} has no setting {name!r}; did you mean {meant[0]!r}?")
 
 
