@@ -71,8 +71,8 @@ class SubmittedStudy:
 
 @dataclass
 class StatusConfig(SubmittedStudy):
-    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time of the last
-    start, time left."""
+    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, duration of the
+    last start, time left."""
 
     all: bool = option(False, "on a terminal: every item, however many")
 

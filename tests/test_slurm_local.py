@@ -1087,6 +1087,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     submit(read_request(command), said.append)
     assert "job 1: one, after afterok:0" in said
     folder = tmp_path / "runs" / "test"
+    assert latest_jobs(folder)["one"].signal_seconds == 180
     assert f"    log: {folder / '.jobs' / '1_0_log.out'}" in said
     assert f"python -m slurm.status study=test runs={tmp_path / 'runs'} shows how far it is" in said
     submit(read_request([*command, "run.log_every=3"]), said.append)

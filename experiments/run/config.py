@@ -115,7 +115,8 @@ def save_config(config: Any, path: str | Path) -> None:
 
 def to_yaml(config: Any) -> str:
     """A configuration as YAML text, which `load_config` reads back as it was."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key in _metadata(type(config))}
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):

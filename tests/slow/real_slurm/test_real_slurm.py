@@ -151,6 +151,9 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_submitted_again(launched, 
     assert "study broken: 5 items: 1 failed, 1 waits, 3 done" in shown
     (bad / "checkpoints").unlink()
     before = {name: job.job for name, job in latest_jobs(launched.folder).items()}
+    launched.submit(*words, "only=[seed_1]", **forked)
+    states = launched.wait(State.DONE, State.TODO)
+    assert states["nonzeros_seed_1"].state is State.TODO, "SLURM dropped its job, nobody cancelled it"
     launched.submit(*words, **forked)
     launched.wait(State.DONE)
     again = {name for name, job in latest_jobs(launched.folder).items() if job.job != before[name]}
