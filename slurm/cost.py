@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.run.config import entry, option, parse
@@ -36,7 +37,7 @@ class CostConfig:
 @dataclass(frozen=True)
 class Cost:
     """Cost of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes
-    of the checkpoints that each keeps."""
+    of the checkpoints that each keeps and of the one that it writes beside them."""
 
     model: str
     runs: int
@@ -66,7 +67,7 @@ def tokens_per_second(model: ModelConfig, sequence: int) -> float:
     return operations / flops_per_token(model, sequence)
 
 
-def costs(trainings: list[TrainConfig]) -> list[Cost]:
+def costs(trainings: Sequence[TrainConfig]) -> list[Cost]:
     """One entry for each model and number of tokens, in the order of their first appearance."""
     alike: dict[tuple[str, int], list[TrainConfig]] = defaultdict(list)
     for training in trainings:
@@ -75,7 +76,7 @@ def costs(trainings: list[TrainConfig]) -> list[Cost]:
     for (name, tokens), runs in alike.items():
         first = runs[0]
         speed = tokens_per_second(first.model, first.training.sequence_length)
-        kept = first.model.parameters * CHECKPOINT_BYTES * first.run.keep_checkpoints
+        kept = first.model.parameters * CHECKPOINT_BYTES * (first.run.keep_checkpoints + 1)
         models.append(Cost(name, len(runs), tokens, speed, tokens / speed / 3600, kept))
     return models
 

@@ -133,7 +133,7 @@ class ItemJob(Checkpointable):
                 raise
             except (RunError, OSError, subprocess.SubprocessError) as error:
                 if pause is None:
-                    raise RunError(f"{stop}. Not requeued: {error}; slurm.resubmit continues it") from error
+                    raise RunError(f"{stop}. Not requeued: {error}; slurm.submit continues it") from error
                 log.warning("job %s is not requeued yet, again in %s s: %s", job, pause, error)
                 time.sleep(pause)
 
@@ -240,5 +240,5 @@ class _Reports:
 def _without(missing: Sequence[str]) -> str:
     return (
         f"there is no {' and no '.join(missing)} here. A container needs SLURM's clients (slurm/README.md, 'In a "
-        "container'); slurm.resubmit continues the job"
+        "container'); slurm.submit continues the job"
     )

@@ -1,4 +1,4 @@
-"""What `slurm.status`, `slurm.log`, `slurm.cancel` and `slurm.resubmit` do with a study that was submitted."""
+"""What `slurm.status`, `slurm.log` and `slurm.cancel` do with a study that was submitted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from experiments.run.config import option
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from experiments.study.definition import load_study
-from experiments.study.graph import State, check_arguments
+from experiments.study.graph import State
 from slurm import scheduler
-from slurm.cluster import load_cluster
 from slurm.display import ORDER, Line, line_of, plain, summary, table
-from slurm.records import CLUSTER, RUNS, note_submitted, read_launcher, read_submission, submitted_studies
-from slurm.states import ALIVE, ItemState, failed_ones, item_states
+from slurm.records import RUNS, note_submitted, read_launcher, read_submission, submitted_studies
+from slurm.states import ALIVE, ItemState, item_states
 
 TRACEBACKS = 5
 # Between two looks at a log; at the state of jobs, for which the scheduler is asked; at jobs that are cancelled.
@@ -72,7 +71,8 @@ class SubmittedStudy:
 
 @dataclass
 class StatusConfig(SubmittedStudy):
-    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time taken and left."""
+    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, duration of the
+    last start, time left."""
 
     all: bool = option(False, "on a terminal: every item, however many")
 
@@ -193,7 +193,8 @@ def cancel(config: CancelConfig) -> None:
             raise RunError(f"the study was started on {host}: cancel it there")
         if config.only:
             raise ConfigError("only: the runs of this machine are cancelled all together")
-        os.kill(pid, signal.SIGTERM)  # it stops its items, and ends
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, signal.SIGTERM)  # it stops its items, and ends
     elif chosen:
         runs = ", ".join(f"{entry.item.name} (process {entry.job.job if entry.job else 'unknown'})" for entry in chosen)
         raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")
@@ -216,10 +217,9 @@ def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
     scheduler.cancel([job.job for job in jobs if job.job not in running])
     if not running:
         return
-    seconds = load_cluster(str(folder / CLUSTER)).signal_seconds
+    seconds = max(job.signal_seconds for job in jobs if job.job in running)
     scheduler.signal(running, REQUEUE_SIGNAL.name.removeprefix("SIG"))
-    said = f"{len(running)} jobs write their checkpoints and end; what still runs after {seconds} s is ended"
-    print(said, flush=True)
+    print(f"{len(running)} running, told to stop; what still runs after {seconds} s is ended", flush=True)
     deadline = time.monotonic() + seconds
     while running and time.monotonic() < deadline:
         time.sleep(min(POLL_SECONDS, seconds))
@@ -229,35 +229,3 @@ def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
             running = [job for job, state in alive.items() if state not in ("PENDING", "COMPLETING")]
             scheduler.cancel([job for job, state in alive.items() if state == "PENDING"])  # requeued at that moment
     scheduler.cancel(running)
-
-
-# --- resubmit ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ResubmitConfig(SubmittedStudy):
-    """Submit again what failed of a study, and what could not run because of it."""
-
-    cluster: str = option("", "another cluster than before: a name in slurm/clusters/, or a file")
-
-
-def resubmit(config: ResubmitConfig) -> None:
-    """Submit; on this machine, also run.
-
-    Raises:
-        ConfigError: nothing was submitted there.
-        RunError: as `slurm.submit` does.
-    """
-    from slurm.submit import Request, submit
-
-    folder, states = config.folder, config.states()
-    names = failed_ones(states)
-    if not names:
-        left = [name for name, entry in states.items() if entry.state not in (State.DONE, *ALIVE)]
-        more = f"; {len(left)} of it are not done: python -m slurm.submit with the same arguments continues"
-        print(f"nothing of {folder.name} has failed{more if left else ''}")
-        return
-    cluster, submission = load_cluster(config.cluster or str(folder / CLUSTER)), read_submission(folder)
-    os.chdir(submission.directory)  # where the relative paths among the arguments start
-    configs = check_arguments(submission.items)
-    submit(Request(folder.name, folder, submission.items, tuple(names), cluster, configs=configs))

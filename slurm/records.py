@@ -1,7 +1,6 @@
 """Reads and writes the files of a study's folder that are about its jobs, not its results.
 
     items.json    the items, as they were submitted last
-    cluster.yaml  where
     jobs.jsonl    a line for each job of each item: submitted, cancelled
     queue.json    the process that runs them on this machine, while it does
     <item>/job.json  written by the job: when it began and ended, where, and the traceback if it failed
@@ -26,7 +25,7 @@ from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import sha256_file, storage_errors, write_json
 from experiments.study.graph import Expected, Item
 
-ITEMS, JOBS, JOB, CLUSTER, CONFIG = "items.json", "jobs.jsonl", "job.json", "cluster.yaml", "config.yaml"
+ITEMS, JOBS, JOB, CONFIG = "items.json", "jobs.jsonl", "job.json", "config.yaml"
 LOGS, CODE, QUEUE = ".jobs", ".code", "queue.json"
 RUNS = "runs"  # the folder of studies that are submitted without another
 _TAIL_BYTES = 4096
@@ -109,7 +108,8 @@ def read_submission(folder: Path) -> Submission:
 
 @dataclass(frozen=True)
 class Job:
-    """The latest job of an item. `log` is the file that its first process writes to."""
+    """The latest job of an item. `log` is the file that its first process writes to, `signal_seconds` the time that its
+    cluster leaves it to stop."""
 
     item: str
     job: str
@@ -117,16 +117,18 @@ class Job:
     log: str
     submitted: str
     cancelled: bool = False
+    signal_seconds: int = 120
 
     def last_words(self) -> str:
-        """The last line of its log; empty if there is none."""
+        """The last line of its log that is not srun's, which says less than the cause; empty if there is none."""
         try:
             with Path(self.log).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        own = (line.strip() for line in reversed(lines) if not line.startswith("srun:"))
+        return next(filter(None, own), "")
 
 
 def note_submitted(folder: Path, jobs: Iterable[Job]) -> None:

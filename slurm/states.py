@@ -14,6 +14,7 @@ from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
 KILLED = "killed? then usually by the system, out of memory"
+FORGOTTEN = "SLURM has forgotten it"
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,15 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
     if report is not None and report.state == "failed":
         return result(State.FAILED, report.error)
     if seen is not None and seen.state == "CANCELLED":
+        if seen.reason.startswith("Dependency"):
+            return result(State.TODO, entry.reason)  # SLURM dropped it: what it needed had failed
         return result(State.CANCELLED, "outside of slurm.cancel")
     if report is not None and report.state == "stopped":
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
         return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
-    return result(State.FAILED, without_a_word(job, f"SLURM says {seen.state}" if seen is not None else KILLED))
+    says = f"SLURM says {seen.state}" if seen is not None else FORGOTTEN if job.executor == "slurm" else KILLED
+    return result(State.FAILED, without_a_word(job, says))
 
 
 def without_a_word(job: Job, how: str = KILLED) -> str:
@@ -117,13 +121,3 @@ def _is_starting(job: Job) -> bool:
         return b"submitit" in Path(f"/proc/{job.job}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def failed_ones(states: Mapping[str, ItemState]) -> list[str]:
-    """What `resubmit` takes: items that failed, and items that could not run only because those failed."""
-    taken: set[str] = set()
-    for name, entry in states.items():  # each after what it needs
-        lost = [need for need in entry.item.needs if states[need].state not in (State.DONE, *ALIVE)]
-        if entry.state is State.FAILED or (entry.state is State.WAITS and lost and taken.issuperset(lost)):
-            taken.add(name)
-    return [name for name in states if name in taken]

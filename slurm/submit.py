@@ -11,12 +11,13 @@ Other arguments belong to the experiment (its `--help` lists them), or to the st
 ...). Several values of an experiment's option, separated by commas, are several runs; a comma that belongs to a value
 is written with a backslash before it. What is done is not run again, what waits or runs is not submitted again. On
 SLURM the command returns at once; on this machine it waits, and Ctrl-C stops the runs after a checkpoint. `python -m
-slurm.status` shows how far all is, `slurm.log` what a run prints, `slurm.collect` gathers results, `slurm.resubmit`
-tries again what failed, `slurm.cancel` ends it.
+slurm.status` shows how far all is, `slurm.log` what a run prints, `slurm.collect` gathers results, `slurm.cancel` ends
+all. The same command tries again what failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +26,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from submitit.helpers import environment_variables
 
 from analysis import check
 from experiments.data.selection import select_files
-from experiments.run.config import describe_options, load_config, nearest, run_program, save_config
-from experiments.run.errors import ConfigError, RunError
+from experiments.run.config import describe_options, load_config, nearest, option_types, run_program
+from experiments.run.errors import ConfigError, DataError, RunError
 from experiments.run.files import write_atomic
 from experiments.run.locks import exclusive
 from experiments.run.train_config import TrainConfig, micro_batch_size
@@ -67,11 +68,11 @@ from slurm.display import Display, duration, results_table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue, check_gpus
 from slurm.records import (
-    CLUSTER,
     CODE,
     CONFIG,
     ITEMS,
     LOGS,
+    QUEUE,
     Job,
     Submission,
     latest_jobs,
@@ -127,7 +128,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         name, folder, items, configs = command_items(rest[0], rest[1:])
         names = [item.name for item in items]
     elif named.get("study"):
-        known = ["cluster", "study", *(option.name for option in dataclasses.fields(StudyConfig))]
+        known = ["cluster", "study", *option_types(StudyConfig)]
         for key in (argument.partition("=")[0] for argument in rest):
             if key not in known and "'cluster'" in (meant := nearest(key, known)):  # no option of the study
                 raise ConfigError(f"unknown option {key!r}{meant}")
@@ -151,11 +152,11 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def submit(request: Request, say: Callable[[str], None] = print) -> None:
-    """Submit, or on this machine run, what is not done and not on its way.
+    """Submit, or on this machine run, what is not done and not on its way; of a dry run, only say what that is.
 
     Raises:
         SubmissionFailed: on this machine, after everything else has run, when items failed.
-        DataError: text to tokenize is not there.
+        ConfigError: items wait, run or have progress with other options or elsewhere, or their text is not there.
         RunError: SLURM is not there or refuses; the study is being submitted or run by another process.
         Stopped: on this machine, by SIGTERM or Ctrl-C.
     """
@@ -164,21 +165,24 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
     chosen = {name: training for name, training in trainings.items() if name in request.names}
     if chosen:
         check_trainings(chosen, cluster)
-    if request.dry_run:
-        _show(request, list(chosen.values()), say)
-        return
-    if executor == "slurm" and shutil.which("sbatch") is None:
-        raise RunError("there is no SLURM on this machine: log in to the cluster, or choose cluster=local")
-    if executor == "local":
-        check_gpus(cluster, {item.kind for item in request.items if item.name in request.names})
-    os.umask(0o077)  # also of the jobs: both executors hand it on
-    folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder, "study"):
-        items = tuple(_with_own_config(item, folder) for item in request.items)
+    if not request.dry_run:
+        if executor == "slurm" and shutil.which("sbatch") is None:
+            raise RunError("there is no SLURM on this machine: log in to the cluster, or choose cluster=local")
+        if executor == "local":
+            check_gpus(cluster, {item.kind for item in request.items if item.name in request.names})
+        os.umask(0o077)  # also of the jobs: both executors hand it on
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if request.dry_run else exclusive(folder, "study"):
+        items = request.items
+        if not request.dry_run:
+            (folder / QUEUE).unlink(missing_ok=True)  # of a launcher that was killed
+            items = tuple(_with_own_config(item, folder) for item in items)
         before = read_submission(folder) if (folder / ITEMS).is_file() else None
         steps = {name: training.training.steps for name, training in trainings.items()}
         submission = Submission(items, str(Path.cwd()), steps)
-        if request.study is None and before is not None:
+        if before is not None and request.study is not None:
+            _refuse_what_was_removed(folder, before, {item.name for item in items})
+        elif before is not None:
             if before.directory != submission.directory:
                 raise ConfigError(f"{folder} was submitted from {before.directory}: go there, or choose another folder")
             # First what others need: the text of a training that was there before may be new.
@@ -200,10 +204,12 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         on_their_way = len(open_names) - len(names)
         done = len(request.names) - len(open_names)
         say(f"study {request.name}: {len(names)} to submit, {on_their_way} on their way, {done} done, in {folder}")
+        queued = {name: job.job for name in alive if (job := states[name].job) is not None}
+        if request.dry_run:
+            _show(request, [states[name].item for name in names], queued, say)
+            return
         write_submission(folder, submission)
-        save_config(cluster, folder / CLUSTER)
         if executor == "slurm" and names:
-            queued = {name: job.job for name in alive if (job := states[name].job) is not None}
             _to_slurm(request, [states[name].item for name in names], queued, say, submission)
             study = naming(folder)
             say(f"python -m slurm.status {study} shows how far it is")
@@ -236,12 +242,15 @@ def check_texts(items: Iterable[Item]) -> None:
     """Whether the files that these items tokenize are there.
 
     Raises:
-        DataError: naming the path.
+        ConfigError: naming the path.
     """
     for data in (config_of(item).data for item in items if item.kind == PREPARE):
         for text in (data.source, data.validation):
             if text.startswith("path:"):
-                select_files(text.removeprefix("path:"))
+                try:
+                    select_files(text.removeprefix("path:"))
+                except DataError as error:
+                    raise ConfigError(str(error)) from error
 
 
 def _with_own_config(item: Item, folder: Path) -> Item:
@@ -254,6 +263,14 @@ def _with_own_config(item: Item, folder: Path) -> Item:
             write_atomic(path, content, "configuration")
             arguments[number] = f"config={path}"
     return dataclasses.replace(item, arguments=tuple(arguments))
+
+
+def _refuse_what_was_removed(folder: Path, before: Submission, names: Collection[str]) -> None:
+    """Refuse a study without an item that waits or runs: no command would show or end it any more."""
+    gone = tuple(dataclasses.replace(item, needs=()) for item in before.items if item.name not in names)
+    states = item_states(folder, dataclasses.replace(before, items=gone), lambda item: None)
+    if alive := [f"{name} ({entry.state.value})" for name, entry in states.items() if entry.state in ALIVE]:
+        raise ConfigError(f"the study no longer has {', '.join(alive)}: wait for it, or cancel the study first")
 
 
 def _refuse_other_options(item: Item, current: ItemState, before: Submission | None, *, is_study: bool) -> None:
@@ -398,24 +415,25 @@ def _to_slurm(
         jobs = submit_slurm(cluster, parameters, folder, callables)
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
         pairs = zip(entry.items, jobs, logs, strict=True)
-        note_submitted(request.folder, [Job(item.name, job, "slurm", log, now()) for item, job, log in pairs])
+        seconds = cluster.signal_seconds
+        submitted = [Job(item.name, job, "slurm", log, now(), signal_seconds=seconds) for item, job, log in pairs]
+        note_submitted(request.folder, submitted)
         ids.append(jobs[0].partition("_")[0])
         say(f"job {ids[-1]}: {note}")
         say(f"    log: {logs[0]}" + (f" (and {count - 1} more)" if count > 1 else ""))
     return len(ids)
 
 
-def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str], None]) -> None:
-    """What would be submitted if nothing were done yet, and totals."""
-    items, jobs = [item for item in request.items if item.name in request.names], ""
-    check_texts(items)
+def _show(request: Request, items: Sequence[Item], queued: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """What would be submitted, and totals."""
+    trainings, jobs = [request.configs[item.name] for item in items if item.kind == "train"], ""
     if request.cluster.executor == "slurm":
-        jobs = f" in {_to_slurm(request, items, {}, say, None)} jobs of SLURM"
+        jobs = f" in {_to_slurm(request, items, queued, say, None)} jobs of SLURM"
     else:
         for item in items:
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
-    models = costs(list(trainings)) if trainings else []
+    models = costs(trainings)
     hours = sum(cost.all_hours for cost in models)
     disk = sum(cost.runs * cost.checkpoint_bytes for cost in models)
     disk += sum({cost.tokens for cost in models}) * TOKEN_BYTES
@@ -434,8 +452,9 @@ def help_text() -> str:
     """The text of `--help`."""
     clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     studies = ", ".join(study_names())
-    fields = describe_options(ClusterConfig)
-    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:\n{fields}"
+    fields = {"cluster": describe_options(ClusterConfig), "study": describe_options(StudyConfig)}
+    listed = "\n\n".join(f"Fields of a {name}:\n{text}" for name, text in fields.items())
+    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\n{listed}"
 
 
 def main(arguments: Sequence[str]) -> None:

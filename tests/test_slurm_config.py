@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from experiments.run.config import describe_options, parse, run_program, to_yaml
 from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
+from experiments.study.definition import load_study, study_names
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.cost import study_costs
@@ -20,7 +21,7 @@ from slurm.manage import LogConfig, StatusConfig
 from slurm.records import naming
 from slurm.sbatch import group, sbatch_text, slurm_parameters
 from slurm.snapshot import CODE, Snapshot, take_snapshot
-from slurm.submit import check_trainings, read_request, submit
+from slurm.submit import check_trainings, help_text, read_request, submit
 
 SNAPSHOT = Snapshot(Path("/runs/l1 sweep/.code/abc"), "abc+dirty")
 
@@ -297,11 +298,12 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     assert "JOB_2: 6 x nonzeros, after aftercorr:JOB_1" in text
     assert "JOB_3: build, after afterok:JOB_0:JOB_1:JOB_2" in text
     assert "# task 5: python -m experiments.train model=smoke sparsity.l1=1e-2 training.seed=1" in text
+    assert f"study six_runs: 14 to submit, 0 on their way, 0 done, in {tmp_path}" in said[0]
     assert "# Nothing was submitted. 14 items in 4 jobs of SLURM, 6 of them trainings (GPUs of each: 1): " in said[-1]
     assert list(tmp_path.iterdir()) == []
     said.clear()
     submit(read_request(["study=six_runs", "cluster=local", "--dry-run", place]), said.append)
-    assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[7]
+    assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[8]
 
 
 def test_a_dry_run_ends_with_what_the_study_costs():
@@ -447,6 +449,23 @@ def test_a_presets_micro_batch_is_an_upper_limit_for_many_processes():
 def test_a_study_of_tiny_models_asks_for_no_more_gpus_than_it_needs(cluster, gpus):
     found = read_request(["study=six_runs", f"cluster={cluster}"]).cluster.resources("train")
     assert (found.gpus, found.minutes) == (gpus, load_cluster(cluster).resources("train").minutes)
+
+
+@pytest.mark.parametrize("name", sorted({*study_names()} - {"paper", "l1_sweep"}))
+def test_only_the_papers_own_trainings_take_more_than_one_gpu(name):
+    study = load_study(name)
+    assert study.training_gpus == 1 or not (study.trainings or study.parts)
+
+
+def test_a_text_that_is_missing_is_a_wrong_request(tmp_path):
+    with pytest.raises(ConfigError, match="path:/nowhere is missing"):
+        submit(read_request(["study=six_runs", "data=path:/nowhere", f"runs={tmp_path}"]))
+
+
+def test_help_lists_the_fields_of_a_study_that_can_be_given():
+    fields = help_text().partition("Fields of a study:")[2]
+    assert all(f"  {name}=" in fields for name in ("training_gpus", "preview", "kinds"))
+    assert "  name=" not in fields
 
 
 @pytest.mark.parametrize(

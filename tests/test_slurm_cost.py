@@ -40,6 +40,7 @@ def test_hours_are_tokens_over_throughput():
     (one,) = costs([parse(TrainConfig, ["model=0.5b", f"training.seed={seed}"]) for seed in range(3)])
     assert (one.runs, one.tokens) == (3, 10_000 * 1_048_576)
     assert one.gpu_hours == pytest.approx(10_000 * 1_048_576 / 166_000 / 3600)
+    assert one.checkpoint_bytes == model("model=0.5b").parameters * 12 * 3, "two are kept while a third is written"
     assert one.all_hours == pytest.approx(3 * one.gpu_hours)
 
 
@@ -63,8 +64,6 @@ def test_the_readme_says_what_each_gpu_study_costs(name):
     (line,) = [line for line in (CLUSTERS.parent / "README.md").read_text().splitlines() if line.startswith(f"| {run}")]
     cells = line.split(" | ")
     assert cells[2] == f"{sum(one.all_hours for one in found):.1f}"
-    disk = sum(one.runs * one.checkpoint_bytes for one in found) / 1e9
-    assert disk < float(cells[3].removesuffix(" GB")) < disk * 1.2 + 3.5
     if name != "gpu":
         assert f"{sum(one.runs for one in found)} trainings" in line
         assert cells[1] == "the same" or f"{max(one.tokens for one in found) / 1e6:.0f}M" in cells[1]

@@ -38,7 +38,7 @@ from experiments.run.train_config import TrainConfig
 from experiments.study.definition import load_study
 from experiments.study.graph import Expected, Graph, Item, State, check_arguments, config_of
 from experiments.training import metrics
-from slurm import cancel, local, log, manage, resubmit, status
+from slurm import cancel, local, log, manage, status
 from slurm.cluster import load_cluster
 from slurm.collect import collect
 from slurm.display import Display, duration, plain, table
@@ -61,7 +61,7 @@ from slurm.records import (
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import ItemState, failed_ones, item_states, same_arguments
+from slurm.states import ItemState, item_states, same_arguments
 from slurm.submit import Request, SubmissionFailed, is_as_committed, read_request, submit
 
 WITHOUT_A_WORD = "the job ended without a word (killed? then usually by the system, out of memory)"
@@ -285,7 +285,7 @@ def test_more_gpus_than_the_launcher_may_use(queue, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_failure_status_and_resubmission(tmp_path, words, capsys):
+def test_failure_status_and_the_same_command_again(tmp_path, words, capsys):
     file = tmp_path / "broken.yaml"
     words = [*words, "training.steps=4"]
     study = {"grid": {"training.seed": ["0", "1"]}, "kinds": ["train", "nonzeros"]}
@@ -314,7 +314,7 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
 
     (folder / "seed_1" / "checkpoints").unlink()
     before = latest_jobs(folder)
-    resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", runs]))
+    submit(read_request([f"study={file}", runs, "cluster=local", "cluster.parallel=2"]))
     after = latest_jobs(folder)
     assert {name for name in after if after[name] != before.get(name)} == {"seed_1", "nonzeros_seed_1"}
     assert {one.state for one in item_states(folder, read_submission(folder)).values()} == {State.DONE}
@@ -429,7 +429,6 @@ def study(tmp_path):
     """A study of one training and its statistics, submitted to SLURM, and what the test lets SLURM say."""
     folder = tmp_path / "study"
     folder.mkdir()
-    (folder / "cluster.yaml").write_text("executor: slurm\n")
     items = (item(folder, "a"), item(folder, "n_a", "nonzeros", ["a"]))
     write_submission(folder, Submission(items, str(tmp_path), {"a": 10}))
     assert read_submission(folder) == Submission(items, str(tmp_path), {"a": 10})
@@ -475,8 +474,9 @@ def run(command, study, *options):
         (Seen("TIMEOUT"), "running", State.FAILED, "the job ended without a word (SLURM says TIMEOUT)"),
         (Seen("OUT_OF_MEMORY"), "running", State.FAILED, "the job ended without a word (SLURM says OUT_OF_MEMORY)"),
         (Seen("CANCELLED"), "stopped", State.CANCELLED, "outside of slurm.cancel"),
-        (None, "running", State.FAILED, WITHOUT_A_WORD),
-        (None, None, State.FAILED, WITHOUT_A_WORD),
+        (Seen("CANCELLED", reason="DependencyNeverSatisfied"), None, State.TODO, "no {}"),
+        (None, "running", State.FAILED, "the job ended without a word (SLURM has forgotten it)"),
+        (None, None, State.FAILED, "the job ended without a word (SLURM has forgotten it)"),
         (None, "stopped", State.STOPPED, "ValueError: no"),
         (None, "done", State.TODO, "no {}"),
     ],
@@ -489,16 +489,29 @@ def test_states(study, slurm_says, seen, reported, state, reason):
     states = item_states(study, read_submission(study))
     assert (states["a"].state, states["a"].reason) == (state, reason.format(study / "a" / "x"))
     assert states["n_a"].state is State.WAITS
-    assert failed_ones(states) == (["a", "n_a"] if state is State.FAILED else [])
 
 
-def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
-    """Beside a failed item, another need was cancelled: what needs both stays where it is."""
-    known = {"bad": State.FAILED, "gone": State.CANCELLED, "busy": State.RUNNING, "good": State.DONE}
-    needs = {"n_bad": ["bad", "good"], "n_both": ["bad", "gone"], "n_busy": ["busy"], "n_some": ["bad", "busy"]}
-    states = {name: ItemState(item(tmp_path, name), state) for name, state in known.items()}
-    states |= {name: ItemState(item(tmp_path, name, "nonzeros", own), State.WAITS) for name, own in needs.items()}
-    assert failed_ones(states) == ["bad", "n_bad", "n_some"]
+def test_the_last_words_of_a_job_are_not_those_of_srun(study):
+    """Which ends the other processes of a job, and says so for each."""
+    (study / "log").write_text("out of memory\nsrun: error: n1: task 0: Exited with exit code 1\nsrun: Term\n")
+    assert Job("a", "7", "slurm", str(study / "log"), now()).last_words() == "out of memory"
+
+
+def test_a_study_that_loses_an_item_that_waits_or_runs_is_refused(tmp_path, slurm_says, monkeypatch):
+    """It would run on, and neither `slurm.status` nor `slurm.cancel` would know of it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    words = ["study=six_runs", f"runs={tmp_path}", "cluster=slurm", "--dry-run"]
+    folder, said = tmp_path / "six_runs", []
+    folder.mkdir()
+    before = read_request(words).items
+    write_submission(folder, Submission(before, str(tmp_path), {}))
+    note_submitted(folder, [Job(one.name, f"7_{n}", "slurm", "log", now()) for n, one in enumerate(before)])
+    slurm_says({f"7_{len(before) - 1}": Seen("PENDING")})
+    with pytest.raises(ConfigError, match=r"the study no longer has build \(queued\): wait for it, or cancel"):
+        submit(read_request([*words, "kinds=[train,nonzeros]"]), said.append)
+    slurm_says({})
+    submit(read_request([*words, "kinds=[train,nonzeros]"]), said.append)
+    assert "13 to submit, 0 on their way, 0 done" in said[0]
 
 
 @pytest.mark.parametrize(("cluster", "place"), [("local", "SLURM"), ("slurm", "this machine")])
@@ -540,6 +553,27 @@ def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypa
         pytest.raises(RunError, match="the study was started on elsewhere: cancel it there"),
     ):
         run(cancel, study)
+
+
+def test_a_launcher_that_has_just_ended_needs_no_signal(study, capsys):
+    locally(study)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    (study / "queue.json").write_text(json.dumps({"pid": process.pid, "host": platform.node()}))
+    with exclusive(study, "study"):
+        run(cancel, study)
+    assert "cancelled 0 of 2 items: none ran" in capsys.readouterr().out
+
+
+def test_the_number_of_a_launcher_that_was_killed_is_forgotten(tmp_path, words, monkeypatch):
+    """Another process may have it by now, and `slurm.cancel` would end that."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    record = tmp_path / "runs" / "test" / "queue.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
+    monkeypatch.setattr("slurm.submit._debug", lambda *arguments: None)
+    submit(read_request(["experiments.train", *words, *place(tmp_path, "one"), "cluster=debug"]))
+    assert not record.exists()
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
@@ -729,7 +763,6 @@ def measured(tmp_path, slurm_says):
     known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "value": 3.0}
     write_rows(old.folder / "rows.csv", [make_row(**known)])
     write_submission(folder, Submission((new,), str(tmp_path), {}))
-    (folder / "cluster.yaml").write_text("executor: slurm\n")
     note_submitted(folder, [Job("n_a", "9", "slurm", "log", now())])
 
     def state(reported, seen=None, arguments=new.arguments, config="", job="9"):
@@ -748,7 +781,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
     with pytest.raises(RunError, match="n_a: tokens was 512, now 1024"):
         collect(measured.folder, measured.folder.with_suffix(".collected"))
     found = measured("stopped")
-    assert (found.state, failed_ones({"n_a": found})) == (State.STOPPED, [])
+    assert found.state is State.STOPPED
 
 
 def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
@@ -784,7 +817,7 @@ def test_a_job_asks_a_busy_controller_again(tmp_path, slurm_job, busy):
 
 
 def test_a_job_that_no_controller_answers_has_failed(tmp_path, slurm_job):
-    with pytest.raises(RunError, match=r"Not requeued: squeue failed: timed out; slurm.resubmit continues it"):
+    with pytest.raises(RunError, match=r"Not requeued: squeue failed: timed out; slurm.submit continues it"):
         slurm_job(squeue="echo 'timed out' >&2; exit 1")
     found = read_report(tmp_path / "a")
     assert (found.state, found.error.partition(": ")[0]) == ("failed", "RunError")
@@ -964,13 +997,13 @@ def test_cancelling_waits_for_checkpoints(study, monkeypatch, slurm_says, own_cl
     """The job that waits is cancelled at once, and the one that runs only if it does not end by itself."""
     states = {"7": Seen("RUNNING"), "8": Seen("PENDING")}
     did = []
+    note_submitted(study, [Job("a", "7", "slurm", "log", now(), signal_seconds=77)])
 
     def signalled(jobs, name):
         assert latest_jobs(study)["a"].cancelled, "the job must see it when the signal comes"
         did.append((*jobs, name))
         states["7"] = Seen("RUNNING") if late else Seen("FAILED")
 
-    (study / "cluster.yaml").write_text("executor: slurm\nsignal_seconds: 77\n")
     began = time.monotonic()
     slurm_says(states)
     monkeypatch.setattr("slurm.scheduler.cancel", did.extend)
@@ -1054,6 +1087,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     submit(read_request(command), said.append)
     assert "job 1: one, after afterok:0" in said
     folder = tmp_path / "runs" / "test"
+    assert latest_jobs(folder)["one"].signal_seconds == 180
     assert f"    log: {folder / '.jobs' / '1_0_log.out'}" in said
     assert f"python -m slurm.status study=test runs={tmp_path / 'runs'} shows how far it is" in said
     submit(read_request([*command, "run.log_every=3"]), said.append)
@@ -1062,6 +1096,11 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
         ConfigError, match=r"one is running with other options: training.seed was 0, now 1\. Give run.item=one_seed_1$"
     ):
         submit(read_request([*command, "training.seed=1"]), said.append)
+    with pytest.raises(ConfigError, match="one is running with other options"):
+        submit(read_request([*command, "training.seed=1", "--dry-run"]), said.append)
+    submit(read_request([*command, "--dry-run"]), said.append)
+    assert "0 to submit, 2 on their way" in said[-2]
+    assert "# Nothing was submitted. 0 items in 0 jobs of SLURM" in said[-1]
     before = len(read_submission(folder).items)
     swept = [argument for argument in command if not argument.startswith(("run.item", "run.dir"))]
     submit(read_request([*swept, f"run.dir={folder}", "training.seed=1,2"]), said.append)

@@ -115,7 +115,8 @@ def save_config(config: Any, path: str | Path) -> None:
 
 def to_yaml(config: Any) -> str:
     """A configuration as YAML text, which `load_config` reads back as it was."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key in _metadata(type(config))}
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -286,8 +287,8 @@ _types = functools.cache(typing.get_type_hints)
 
 
 def _metadata(cls: type) -> dict[str, typing.Mapping[str, Any]]:
-    """What `option` and `section` said, by the names of the fields."""
-    return {field.name: field.metadata for field in dataclasses.fields(cls)}
+    """What `option` and `section` said, by the names of the fields. A field that neither made is no option."""
+    return {field.name: field.metadata for field in dataclasses.fields(cls) if field.metadata}
 
 
 @functools.cache
@@ -372,9 +373,10 @@ def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing
         log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # else Python flushes into the pipe at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        elif error.filename is None:  # of something that no user named
+        if isinstance(error, BrokenPipeError):  # of a reader that has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into the pipe
+            sys.exit(EXIT_FAILED)
+        if error.filename is None:  # of something that no user named
             raise
         log.error("%s: %s", type(error).__name__, in_one_line(error))
         sys.exit(EXIT_FAILED)

@@ -54,11 +54,13 @@ class StudyConfig:
     set of tables and figures from everything.
     """
 
-    name: str = option("", "name of the study; set from the file name, so it cannot be given")
+    name: str = ""  # of its file, and therefore no option
     tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
     data: str = option("", "text to train on instead of the study's own: stdlib, path:... or hf:...")
     only: list[str] = option([], "items to run, together with the items that they need; empty: all")
-    kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
+    kinds: list[str] = option(
+        [], f"kinds of items to include, of {', '.join(KINDS[1:])}; empty: all. Text is always prepared"
+    )
     parts: list[str] = option([], "other studies whose trainings and measurements are included")
     preview: list[str] = option(
         [],
@@ -70,7 +72,9 @@ class StudyConfig:
     training_gpus: int | None = option(
         None, "GPUs of a training on each machine, at most; null: as the cluster's file says", minimum=0
     )
-    runs: str = option("runs", "folder for runs; the study gets a folder in it")
+    runs: str = option(
+        "runs", "folder of runs; the study's are in <runs>/<study>, tables and figures in <runs>/<study>.figures"
+    )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     checkpoints: dict[str, str] = option(
@@ -179,8 +183,6 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
         path = find_yaml(name, STUDIES, "study")
         with listing_options(StudyConfig, f"study={name}"):
             config = parse(StudyConfig, [f"config={path}", *arguments])
-            if config.name:
-                raise ConfigError("the name of a study is that of its file: the option name must not be given")
             trainings = config._from_grid() | config.trainings
             return replace(config, name=check_name(path.stem, "study"), trainings=trainings, grid={})
 
@@ -227,10 +229,11 @@ def check_path(path: Path) -> None:
     """Whether jobs can write there.
 
     Raises:
-        ConfigError: it contains a control character or a %, which SLURM would expand in names of log files.
+        ConfigError: it contains a control character, a %, which SLURM would expand in names of log files, or a folder
+            ~ that the shell did not expand.
     """
-    if not str(path).isprintable() or "%" in str(path):
-        raise ConfigError(f"{str(path)!r}: the folder of runs must not contain %, control characters or line breaks")
+    if not str(path).isprintable() or "%" in str(path) or any(part.startswith("~") for part in path.parts):
+        raise ConfigError(f"{str(path)!r}: a folder of runs must not contain %, /~, control characters or line breaks")
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
