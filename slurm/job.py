@@ -36,6 +36,7 @@ from experiments.run.progress import ProgressFile
 from experiments.run.signals import stop_requests
 from experiments.study.graph import Graph, Item, config_difference, entry_point, write_made_from
 from slurm import scheduler
+from slurm.cluster import EARLY_SECONDS
 from slurm.records import Report, config_digest, failure, latest_jobs, now, write_report
 
 ENVIRONMENT = "environment.json"
@@ -43,8 +44,6 @@ ENVIRONMENT = "environment.json"
 WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
 # Between attempts to be requeued.
 REQUEUE_PAUSES = (2.0, 5.0, 10.0, 20.0)
-# SLURM's signal comes up to a minute earlier than it was asked for.
-EARLY_SECONDS = 65
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
@@ -71,8 +70,8 @@ class ItemJob(Checkpointable):
             RunError: the item failed, or left no sound results.
         """
         os.umask(0o077)
-        os.chdir(self.directory)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+        logging.getLogger("submitit").handlers.clear()  # its lines go to the root's: once is enough
         job = JobEnvironment()
         self.item.folder.mkdir(parents=True, exist_ok=True)
         if job.cluster == "slurm" and job.global_rank == 0 and (missing := scheduler.missing_clients()):
@@ -84,6 +83,7 @@ class ItemJob(Checkpointable):
         alone = contextlib.nullcontext() if free else exclusive(self.item.folder, "item")
         try:
             with reports.failing(), alone, _stoppable(job), _not_left_alone(self.item, job):
+                os.chdir(self.directory)
                 log.info("$ %s", self.item.command())  # from here on signals end it
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
@@ -143,7 +143,7 @@ class ItemJob(Checkpointable):
         if kind != "train" and seconds_left <= self.signal_seconds + EARLY_SECONDS:
             raise OutOfTime(
                 f"{self.item.name} needs more than the {self.minutes} minutes of its job, and cannot continue where "
-                f"it stopped: raise cluster.minutes, or kinds={{{kind}: [minutes=...]}} in the cluster's file"
+                "it stopped: raise cluster.minutes"
             )
         log.info("%s", stop)
         signal.raise_signal(REQUEUE_SIGNAL)
@@ -231,7 +231,8 @@ class _Reports:
         except Stopped:
             raise
         except Exception as error:
-            what, where = f"{type(error).__name__}: {error}", traceback.format_exc()
+            what = f"{type(error).__name__}: {error}"
+            where = "" if isinstance(error, RunError) else traceback.format_exc()  # the message says it all
             failed = dataclasses.replace(self._begin, state="failed", ended=now(), error=what, traceback=where)
             write_report(self._folder, failed, self._rank)
             raise

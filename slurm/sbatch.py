@@ -87,6 +87,7 @@ def slurm_parameters(
     resources = cluster.resources(kind)
     exports = [f"export {key}={shlex.quote(value)}" for key, value in cluster.variables(kind).items()]
     modules = [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    before = [f"{{ {command}\n}} || exit 1" for command in (*modules, *cluster.setup)]
     parameters = {
         "job_name": name,
         "time": resources.minutes,
@@ -102,7 +103,7 @@ def slurm_parameters(
         "dependency": dependency,
         "signal_delay_s": cluster.signal_seconds,
         "array_parallelism": cluster.parallel,
-        "setup": [*modules, *cluster.setup, *exports, *snapshot.exports()],
+        "setup": [*before, *exports, *snapshot.exports()],
         # One process that fails ends the job: the others would wait for it in a collective.
         "srun_args": ["--kill-on-bad-exit=1"],
         "stderr_to_stdout": True,

@@ -1,6 +1,7 @@
 """The container recipes install the pinned environment, on the CUDA version of the pins; and the citation is whole."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_the_base_image_is_one_exact_tag_with_the_cuda_of_the_pins(recipe):
     assert {name: pins()[name].startswith(f"{cuda}.") for name in ("cuda-bindings", "nvidia-cuda-nvrtc")} == {
         "cuda-bindings": True, "nvidia-cuda-nvrtc": True,
     }  # fmt: skip
+
+
+def test_a_job_finds_its_own_code_before_that_of_the_folder():
+    (line,) = re.findall(r"%environment\n +(.*)\n", (CONTAINERS / "apptainer.def").read_text(encoding="utf-8"))
+    for given, found in {"/code:/code/kernels": "/code:/code/kernels:kernels", "": "kernels"}.items():
+        command = ["sh", "-c", f'{line}; echo "$PYTHONPATH"']
+        done = subprocess.run(command, env={"PYTHONPATH": given}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{found}\n"
 
 
 def test_both_recipes_have_the_same_base_and_the_same_system_packages():

@@ -48,6 +48,30 @@ def test_kinds_have_their_own_resources():
     assert load_cluster("slurm", ["kinds={train: [gpus=4, processes=2]}"]).resources("train").processes == 2
 
 
+def test_what_a_command_says_wins_over_the_files_kinds_or_adds_to_them():
+    cluster = load_cluster("slurm", ["minutes=600", "cpus=2", "kinds={train: [cpus=3], nonzeros: [minutes=9]}"])
+    found = {kind: cluster.resources(kind) for kind in ("train", "nonzeros", "evaluate", "prepare_data")}
+    assert {kind: (one.minutes, one.gpus, one.cpus) for kind, one in found.items()} == {
+        "train": (600, 8, 3), "nonzeros": (9, 1, 2), "evaluate": (600, 1, 2), "prepare_data": (600, 0, 2),
+    }  # fmt: skip
+    assert load_cluster("slurm", ["gpus=1"]).resources("train").gpus == 1
+
+
+def test_a_kind_adds_options_of_sbatch():
+    overrides = ["sbatch={comment: a, exclusive: 'true'}", "kinds={train: ['sbatch={comment: b}']}"]
+    cluster = load_cluster("slurm", overrides)
+    assert cluster.resources("train").sbatch == {"comment": "b", "exclusive": "true"}
+    assert cluster.resources("build").sbatch == {"comment": "a", "exclusive": "true"}
+
+
+def test_the_example_for_gpus_with_a_type(tmp_path):
+    text = (CLUSTERS / "slurm.yaml").read_text()
+    example = text.partition("# GPUs with a type: ")[2].partition("\n")[0]
+    (tmp_path / "typed.yaml").write_text(text.replace("train: [gpus=8, minutes=1440]", example))
+    train = load_cluster(str(tmp_path / "typed.yaml")).resources("train")
+    assert (train.gpus, train.processes, train.sbatch) == (0, 8, {"gres": "gpu:h100:8"})
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
@@ -67,8 +91,11 @@ def test_kinds_have_their_own_resources():
         ("slurm", ["environment={'A B': abc}"], "names of variables"),
         ("slurm", ["partition=a\n#SBATCH --account=root"], "partition must not hold control characters or line breaks"),
         ("slurm", ['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
-        ("slurm", ["minutes=2", "signal_seconds=120"], "minutes must be more than signal_seconds = 120, got 2"),
-        ("local", ["minutes=2"], "minutes must be more than signal_seconds = 120, got 2"),
+        ("slurm", ["minutes=3", "signal_seconds=120"], r"longer than signal_seconds \+ 65 = 185 s, got 3"),
+        ("local", ["minutes=2"], "minutes must be longer than signal_seconds = 120 s, got 2"),
+        ("slurm", ["kinds={trian: [gpus=1]}"], "kinds of items are prepare_data, train, .*, got trian"),
+        ("slurm", ["kinds={other: [gpus=1]}"], "kinds of items are .*, got other"),
+        ("slurm", ["sbatch={--gres: 'gpu:1'}"], "sbatch takes options without dashes, .*, got '--gres'"),
         ("gpu_box", ["total_gpus=8", "gpus=9"], "gpus must be at most total_gpus = 8, got 9"),
         ("gpu_box", ["kinds={train: [nodes=2]}"], "the local executor has one machine: nodes must be 1, got 2"),
         ("gpu_box", ["gpus=2", "runs_per_gpu=2"], "runs_per_gpu needs gpus=1: .* got 2"),
@@ -256,7 +283,7 @@ def test_an_sbatch_file():
         "#SBATCH --requeue",
         "#SBATCH --signal=USR2@180",
         "#SBATCH --time=1440",
-        "module load cuda/13.0",
+        "{ module load cuda/13.0",
         "export OMP_NUM_THREADS=12",
         "export TWELL_REVISION=abc+dirty",
         "export PYTHONSAFEPATH=1",
@@ -264,6 +291,30 @@ def test_an_sbatch_file():
         assert line in lines, line
     assert "--partition" not in "".join(lines), "what is not given, the cluster decides"
     assert "wckey" not in "".join(lines)
+
+
+def test_what_the_launcher_writes_is_not_given_again():
+    text = text_of(load_cluster("slurm", ["kinds={}"]), count=2, dependency="afterok:17")
+    written = {line.removeprefix("#SBATCH --").partition("=")[0] for line in text.splitlines() if "#SBATCH" in line}
+    for option in (*written, "no_requeue", "export", "wrap"):
+        with pytest.raises(ConfigError, match=rf"(launcher writes|takes only one).*{option.replace('_', '-')}'$"):
+            load_cluster("slurm", [f"sbatch={{{option}: x}}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "ends"),
+    [
+        ("modules=[cuda]", True),
+        ('setup=["false  # why", "true"]', True),
+        ('setup=["if false; then\\n  false\\nfi\\n", "cd /"]', False),
+    ],
+)
+def test_a_command_that_fails_ends_the_job(tmp_path, override, ends):
+    """`module` is not here."""
+    path = tmp_path / "job.sh"
+    path.write_text(text_of(load_cluster("slurm", [override])).replace("\nsrun ", "\npwd #srun "))
+    done = subprocess.run(["bash", path], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == ((1, "") if ends else (0, "/\n")), done.stderr
 
 
 def test_nothing_in_an_sbatch_file_is_run_by_accident(tmp_path):
