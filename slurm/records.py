@@ -3,7 +3,7 @@
     items.json    the items, as they were submitted last
     jobs.jsonl    a line for each job of each item: submitted, cancelled
     queue.json    the process that runs them on this machine, while it does
-    <item>/job.json  written by the job: when it began and ended, where, and the traceback if it failed
+    <item>/job.json  written by the job: when it began and ended, where, and the error if it failed
 
 Logs and submitit's files are in `.jobs/`, copies of the code in `.code/`.
 """
