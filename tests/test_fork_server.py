@@ -59,8 +59,10 @@ def start(server, *arguments, **options):
 
 
 def is_alive(pid):
-    status = Path(f"/proc/{pid}/stat")
-    return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def wait_for_end(pid, server):
