@@ -66,10 +66,10 @@ def published(op: str, gated: bool = True) -> pd.DataFrame:
         "model_training": {"throughput": "train_tokens_per_ms", "peak_memory": "peak_memory_gb"},
     }[op]
     tables = [paper.table("table1_scales")] if gated else []
-    if op == "model_training":
-        tables = [table[table["scale"] != "2B"] for table in tables]
     if op == "model_forward":
         tables.append(where(paper.table("table4_gating"), gated="yes" if gated else "no"))
+    else:
+        tables = [table[table["scale"] != "2B"] for table in tables]
     lines = []
     for scale, rows in (of_scale for table in tables for of_scale in table.groupby("scale", sort=False)):
         dense = where(rows, sparse="no").iloc[0]

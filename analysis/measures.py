@@ -194,8 +194,8 @@ def accuracies_over_seeds(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
     """The improvement of each of `sparse` over uncompiled dense in the same run; NaN if that was not measured. Dense:
     this package's block; of memory transformers, whose block keeps more for the backward."""
-    memory = rows["metric"].eq("peak_memory").map({True: schema.TRANSFORMERS, False: schema.EAGER})
-    eager = rows[rows["plan"].eq("dense") & rows["backend"].eq(memory)].dropna(subset="value")
+    dense = rows["metric"].eq("peak_memory").map({True: schema.TRANSFORMERS, False: schema.EAGER})
+    eager = rows[rows["plan"].eq("dense") & rows["backend"].eq(dense)].dropna(subset="value")
     known = eager.drop_duplicates(SAME_RUN, keep="last")[[*SAME_RUN, "value"]]
     base = sparse[SAME_RUN].merge(known, on=SAME_RUN, how="left")["value"].set_axis(sparse.index)
     larger = sparse["metric"].isin(schema.LARGER_IS_BETTER)

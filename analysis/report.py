@@ -27,7 +27,7 @@ from analysis.summary import summary
 
 MODEL = ["model", "l1", "device"]
 DENSE_FORMS = {
-    "dense_transformers": "transformers",
+    schema.TRANSFORMERS: "transformers",
     schema.EAGER: "eager",
     "dense_compiled": "compiled",
     "dense_compiled_layers": "compiled",

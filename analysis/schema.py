@@ -162,7 +162,8 @@ BACKENDS: dict[str, str] = {
 # The paper's baseline, without torch.compile, is TRANSFORMERS in rows from 2026-11-26 on. EAGER, in all rows, has this
 # package's dense block in place of transformers': on a GPU one kernel for activation and product (in forwards from
 # 2026-11-27 on for h whole), and in training less that is kept for the backward.
-EAGER, TRANSFORMERS = "dense_eager", "dense_transformers"
+EAGER = "dense_eager"
+TRANSFORMERS = "dense_transformers"
 WHOLE_MODELS = ("model_forward", "model_training")  # operations that time a whole model against dense
 
 

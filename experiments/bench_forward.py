@@ -115,11 +115,10 @@ def _rows(
 
     ids_BS = ids_BS[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
-    backends = config.backends
     name = subject.name
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
-    plain = [name for name in backends if Name.of(name).plain]
+    plain = [name for name in config.backends if Name.of(name).plain]
     alternatives = decoder_alternatives(decoder, config.dense, plain)
     columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
     yield compare(alternatives, device, config.timing, MODEL_METRICS, **columns)
@@ -127,7 +126,7 @@ def _rows(
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)
-        alternatives = feedforward.alternatives(problem, dense, [name for name in backends if name != AUTO])
+        alternatives = feedforward.alternatives(problem, dense, [name for name in config.backends if name != AUTO])
         columns |= {"op": f"ffn_forward{on}", "pattern": f"{name}/layer{layer}", "layer": layer}
         columns["mean_nnz"] = feedforward.mean_nonzeros(problem)
         yield compare(alternatives, device, config.layer_timing, MODEL_METRICS, **columns)

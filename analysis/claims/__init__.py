@@ -118,8 +118,13 @@ def _printed() -> dict[str, str]:
         name: where(published(op), l1=RECOMMENDED_L1).set_index("model")[metric].map(signed)
         for name, (op, metric) in WHOLE_MODELS.items()
     }
+    mitigated = paper.table("table5_dead_neurons").set_index("modification")
+    before = where(mitigated, sparse="no")["forward_tokens_per_ms"].item()
+    many = mitigated.loc["l1_warmup"]
+    at_many = f"with {many['nonzeros']} active (table 5) {signed((many['forward_tokens_per_ms'] / before - 1) * 100)}"
     return {
         **changes,
+        "forward-speed": f"{changes['forward-speed']}, by scale and L1; {at_many}",
         "power": span(speed.papers_watts(), "{:.0f}".format),
         "non-gated-speed": span(pairs, signed),
         "no-loss": accuracies,

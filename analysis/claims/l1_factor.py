@@ -22,7 +22,8 @@ from analysis.summary import summary
 
 SEQUENCES = 512  # of an optimizer step, in the released program's configurations
 MICRO_BATCH = 8  # sequences
-OPEN, PER = "open", "tokens_per_parameter"
+OPEN = "open"
+PER = "tokens_per_parameter"
 FACTOR = SEQUENCES // MICRO_BATCH
 READINGS = {"as_written": 1, "times_64": FACTOR}
 WORDS = {"as_written": "as written", "times_64": f"{FACTOR} times"}

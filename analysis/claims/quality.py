@@ -89,14 +89,10 @@ def _place(rows: pd.DataFrame, models: Iterable[str]) -> str:
 def _by_model(short: list[str], models: int) -> tuple[str, list[str]]:
     """The verdict on a criterion that each of so many models should meet, and its reasons; `short`: of each that does
     not, how."""
-    few = "" if models >= choose.FEWEST_SIZES else _sizes_only(models)
+    sizes_only = "one size only" if models == 1 else f"{models} sizes only"
+    few = "" if models >= choose.FEWEST_SIZES else sizes_only
     verdict = FAILS if len(short) == models else PARTLY if short else CONSISTENT if few else HOLDS
     return verdict, [*short, few]
-
-
-def _sizes_only(number: int) -> str:
-    """ "one size only", "2 sizes only"."""
-    return "one size only" if number == 1 else f"{number} sizes only"
 
 
 class _Accuracy(NamedTuple):
