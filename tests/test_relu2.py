@@ -19,13 +19,6 @@ run = functools.partial(y_and_l1, activation="relu2")
 squared = functools.partial(plain_ffn, activation="relu2")
 
 
-def test_it_is_the_square_of_relu():
-    x, gate, up, down = make()
-    pre, u = x @ gate.t(), x @ up.t()
-    assert relative_error(squared(x, gate, up, down)[0], (pre.clamp(min=0) ** 2 * u) @ down.t()) < 1e-14
-    assert relative_error(squared(x, None, up, down)[0], (u.clamp(min=0) ** 2) @ down.t()) < 1e-14
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dense_is_plain_torch_bit_for_bit(dtype, gated):
@@ -48,19 +41,6 @@ def test_the_pattern_is_that_of_relu(backend, gated):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("gated", [True, False])
-def test_nan_and_inf_as_in_plain_torch(gated, bad, backend):
-    problem = make(gated)
-    problem.x[3, 5] = bad
-    dy = upstream(problem)
-    ours, plain = evaluate(lambda *p: run(*p, backend=backend), problem, dy), evaluate(squared, problem, dy)
-    for name in ("y", "l1", "dx", "dw_up", "dw_down"):
-        assert torch.equal(ours[name].isfinite(), plain[name].isfinite()), name
-        assert relative_error(ours["y"], plain["y"]) < 1e-13
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     """relu(z) = 1e25 is finite in bfloat16, its square is not; its slope, 2e25, is."""
@@ -72,13 +52,6 @@ def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     for name in plain:
         assert torch.equal(ours[name].isfinite(), plain[name].isfinite()), name
     assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
-
-
-def test_another_activation_is_refused():
-    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
-        run_ffn(*make(), activation="gelu")
-    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
-        make_block(4, 8, activation="silu")
 
 
 def test_the_block():

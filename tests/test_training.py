@@ -301,19 +301,6 @@ def test_a_killed_run_continues_bit_by_bit(make, arguments):
     assert_same_end(whole, killed)
 
 
-def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
-    options = ("training.steps=100000", "run.checkpoint_every=100000", "run.evaluate_every=100000")
-    process = start("experiments.train", *arguments(*options))
-    folder = make(*options).run.folder
-    wait_for(lambda: len(metrics.read_metrics(folder)) > 2, process)
-    process.send_signal(signal.SIGUSR2)
-    _, output = process.communicate(timeout=300)
-    assert process.returncode == 85, output
-    assert "SIGUSR2: stopped after step" in output
-    assert "Traceback" not in output
-    assert newest_checkpoint(folder) is not None
-
-
 @pytest.mark.slow
 def test_two_runs_of_one_folder_do_not_mix(make, arguments):
     folder = make().run.folder

@@ -76,13 +76,6 @@ def test_a_copy_outside_the_repository_says_so(path, tmp_path):
     assert ran.stderr.endswith("AssertionError: keep the notebook inside the repository\n")
 
 
-def test_nothing_is_shown_twice():
-    notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]
-    code = [[cell.source for cell in notebook.cells if cell.cell_type == "code"][1:] for notebook in notebooks]
-    sources = [source for each in code for source in each]
-    assert len(set(sources)) == len(sources)
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_and_shows_something_in_every_cell(path, executed):
     shown = [cell for cell in executed(path.stem).cells if cell.cell_type == "code"][1:]
