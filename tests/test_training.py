@@ -451,14 +451,6 @@ def test_a_damaged_checkpoint_is_skipped(make, caplog):
     assert_same_end(whole, harmed)
 
 
-def test_a_finished_run_is_left_alone(make, monkeypatch):
-    config = make()
-    run(config)
-    monkeypatch.setattr(trainer, "Trainer", None)
-    train.main(config)
-    train.main(with_values(config, run={"log_every": 2}, execution={"micro_batch": 8}))
-
-
 @pytest.mark.parametrize("finished", [True, False])
 def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoint(make, finished):
     config = make() if finished else make("run.max_steps=1")
@@ -472,16 +464,6 @@ def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoin
         run(other)
     run(with_values(config, run={"max_steps": None}))
     assert final_step(config) == 10
-
-
-def test_a_checkpoint_that_was_copied_in_is_refused(make):
-    config, other = make("run.max_steps=1"), make("sparsity.l1=0.5", "run.max_steps=2", name="other")
-    for one in (config, other):
-        stop(one)
-    there = other.run.folder / "checkpoints" / "step_00000002"
-    shutil.copytree(there, config.run.folder / "checkpoints" / there.name)
-    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.5 there, 0.0 here\)"):
-        run(config)
 
 
 def test_results_of_unknown_options_are_not_taken_for_ours(make):
