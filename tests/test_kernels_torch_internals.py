@@ -19,6 +19,20 @@ def test_a_default_device_observes_nothing():
             assert torch_internals.is_observed()
 
 
+def test_transformations_and_traces_observe():
+    seen = []
+
+    def function(x):
+        seen.append(torch_internals.is_observed())
+        return x * 2
+
+    torch.func.vmap(function)(torch.ones(2))
+    torch.func.grad(lambda x: function(x).sum())(torch.ones(2))
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    function(torch.ones(2))
+    assert seen == [True, True, True, False]
+
+
 @pytest.mark.gpu
 def test_the_current_device_and_stream():
     assert torch_internals.current_cuda_device() == torch.cuda.current_device()

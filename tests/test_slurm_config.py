@@ -212,6 +212,27 @@ def item(name, kind, *needs):
     return Item(name, kind, "experiments.train", (), Path("/runs") / name, tuple(needs))
 
 
+def test_a_statistic_waits_for_its_own_training_only():
+    trainings = [item(f"t{n}", "train") for n in range(3)]
+    dense = item("silu", "train")
+    statistics = [item(f"n{n}", "nonzeros", f"t{n}") for n in range(3)]
+    evaluations = [item(f"e_{one.name}", "evaluate", one.name) for one in (*trainings, dense)]
+    build = item("build", "build", *(one.name for one in (*trainings, *statistics, *evaluations)))
+    groups = group([*trainings, dense, *statistics, *evaluations, build], {}, 100)
+    found = [(one.kind, [each.name for each in one.items], one.aligned) for one in groups]
+    assert found == [
+        ("train", ["t0", "t1", "t2"], False),
+        ("train", ["silu"], False),  # nothing counts its non-zeros
+        ("nonzeros", ["n0", "n1", "n2"], True),
+        ("evaluate", ["e_t0", "e_t1", "e_t2"], True),
+        ("evaluate", ["e_silu"], False),
+        ("build", ["build"], False),
+    ]
+    ids = [str(100 + number) for number in range(len(groups))]
+    waits = ["", "", "aftercorr:100", "aftercorr:100", "afterok:101", "afterok:100:102:103:104"]
+    assert [one.dependency(ids) for one in groups] == waits
+
+
 def test_needs_that_are_in_the_queue_already():
     later = [item("n0", "nonzeros", "t0"), item("n1", "nonzeros", "t1")]
     groups = group(later, {"t0": "7_0", "t1": "7_1"}, 100)
