@@ -634,6 +634,13 @@ def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
 
 
+def test_another_activation_is_refused():
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
+        run_ffn(*make(), activation="gelu")
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
+        make_block(4, 8, activation="silu")
+
+
 def test_a_block_that_squares():
     torch.manual_seed(0)
     block, x = make_block(16, 40, activation="relu2"), torch.randn(5, 16)

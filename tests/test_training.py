@@ -655,6 +655,7 @@ def test_a_checkpoint_without_records_is_not_continued(make):
 
 def test_the_last_record(tmp_path):
     assert metrics.last_record(tmp_path) is None
+    assert metrics.read_metrics(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "pad": "%s"}\n' % ("x" * 70000))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2}\n{"step": 3, "cross_en')  # just being written
