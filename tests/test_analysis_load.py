@@ -17,7 +17,10 @@ from analysis.read import ResultsError, read_metrics, read_rows
 
 @pytest.fixture
 def copy(study, tmp_path):
-    return shutil.copytree(study, tmp_path / study.name)
+    """A copy of two trainings of the study."""
+    for item in ("relu", "silu"):
+        shutil.copytree(study / item, tmp_path / study.name / item)
+    return tmp_path / study.name
 
 
 def change_rows(path, change):
@@ -230,7 +233,7 @@ def changed_setting(folder, item, section, **values):
 
 
 def test_seeds_of_one_training_do_not_differ_in_other_options(tmp_path):
-    study = Study(name="rates", runs=(Run("low"), Run("high", seed=1), Run("sparse", 1e-3)))
+    study = Study(name="rates", runs=(Run("low"), Run("high", seed=1), Run("sparse", 1e-3)), steps=4, sweep=True)
     folder = write_study(tmp_path, study)
     changed_setting(folder, "sparse", "optimizer", learning_rate=0.1)  # another line of every table
     changed_setting(folder, "high", "training", seed=1)
@@ -246,9 +249,9 @@ def test_seeds_of_one_training_do_not_differ_in_other_options(tmp_path):
 def test_settings_are_those_of_the_newest_of_two_runs_of_one_name(tmp_path):
     """An earlier run of the name had another learning rate; its rows are replaced, and so are its settings."""
     runs = (Run("first"), Run("second", seed=1))
-    earlier = write_study(tmp_path / "earlier", Study(runs=runs, date=OLD))
+    earlier = write_study(tmp_path / "earlier", Study(runs=runs, date=OLD, steps=4, sweep=True))
     changed_setting(earlier, "second", "optimizer", learning_rate=0.01)
-    later = write_study(tmp_path / "later", Study(runs=runs, date="2026-02-01T00:00:00+00:00"))
+    later = write_study(tmp_path / "later", Study(runs=runs, date="2026-02-01T00:00:00+00:00", steps=4, sweep=True))
     for sources in ((earlier, later), (later, earlier)):
         rates = load(*sources).settings.query("key == 'optimizer.learning_rate'")["value"]
         assert set(rates) == {"0.001"}
@@ -283,7 +286,7 @@ def test_same_file_twice_is_no_conflict_but_a_contradiction_is(tmp_path):
 
 
 def test_curves_come_from_the_folder_with_the_latest_rows(copy, tmp_path):
-    later = Study(steps=30, layers=3, date="2026-03-01T00:00:00+00:00")
+    later = Study(steps=30, layers=3, date="2026-03-01T00:00:00+00:00", runs=(Run("relu"),), sweep=True)
     again = write_study(tmp_path / "again", later)
     curves = load(copy, again).curves
     assert curves.query("item == 'relu'")["step"].max() == 30

@@ -1154,12 +1154,6 @@ def test_dense_forms_alone_are_compared_where_all_fit(compared):
     assert {size: set(forms) for size, forms in at.items()} == {3: {"dense_eager"}, 2: set(sizes)}
 
 
-@pytest.mark.parametrize("program", [bench_forward, bench_training])
-def test_whole_models_have_plain_backends_and_auto(program):
-    assert configured(program, "backends=[auto,reference]").backends == ["auto", "reference"]
-    assert configured(bench_kernels, "backends=[dense+live]").backends == ["dense+live"]
-
-
 def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch):
     real = bench_kernels.measure
 

@@ -14,7 +14,6 @@ from tiny_run import MODEL
 
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
-from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.run.train_config import SparseConfig
 from experiments.training import block_plans, metrics
@@ -188,13 +187,6 @@ def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog)
     plans = build_plans(make(), plans_of()._blocks, Two(0, 2, ONE.device))
     assert plans.due([1, 1]) == []
     assert "every layer stays dense (not all processes have the same: hopper, triton)" in caplog.text
-
-
-def test_options_that_contradict(make):
-    with pytest.raises(ConfigError, match=r"execution.sparse.backup must be at most 1, got 1.5"):
-        make("execution.sparse.backup=1.5")
-    with pytest.raises(ConfigError, match=r"execution.sparse.backend=reference needs model.activation=relu"):
-        make("execution.sparse.backend=reference", "model.activation=silu")
 
 
 def test_firing_rates_are_those_of_the_blocks():

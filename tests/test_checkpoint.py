@@ -254,24 +254,6 @@ def step(model, optimizer, seed):
     optimizer.zero_grad()
 
 
-def test_an_optimizer_continues_bit_by_bit():
-    def make():
-        model = build_model(MODEL)
-        return model, build_optimizer(model, OptimizerConfig())
-
-    model, optimizer = make()
-    step(model, optimizer, 1)
-    saved_model = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    saved_optimizer = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
-    assert len(saved_optimizer) == 3 * len(saved_model)
-    step(model, optimizer, 2)
-    other, other_optimizer = make()
-    load_parameters(other, saved_model)
-    load_optimizer_tensors(other, other_optimizer, saved_optimizer)
-    step(other, other_optimizer, 2)
-    assert same(dict(other.named_parameters()), dict(model.named_parameters()))
-
-
 def test_another_models_tensors_are_refused():
     model = build_model(MODEL)
     weights = dict(model.named_parameters())

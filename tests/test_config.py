@@ -276,9 +276,11 @@ def test_rows_have_the_coefficient_of_the_sum_over_neurons():
     assert training_columns(with_values(config, sparsity={"l1_reduction": "sum"}), 3)["l1"] == 0.5
 
 
-@pytest.mark.parametrize("option", ["sparsity.dead_neuron_reinit=true", "sparsity.exempt=0.1"])
+@pytest.mark.parametrize(
+    "option", ["sparsity.dead_neuron_reinit=true", "sparsity.exempt=0.1", "execution.sparse.backend=reference"]
+)
 def test_what_needs_relu(option):
-    assert parse(TrainConfig, [option, "execution.sparse.backend=triton"])
+    assert parse(TrainConfig, ["execution.sparse.backend=triton", option])
     with pytest.raises(ConfigError, match=r"needs model.activation=relu"):
         parse(TrainConfig, ["model.activation=silu", option])
 
@@ -294,6 +296,7 @@ CHECKPOINT = "checkpoint=run"
         ("train", ["sparsity.l1=nan"], "sparsity.l1 must be a finite number, got nan"),
         ("train", ["optimizer.weight_decay=-1"], "optimizer.weight_decay must be at least 0"),
         ("train", ["optimizer.beta2=1"], "optimizer.beta2 must be below 1"),
+        ("train", ["execution.sparse.backup=1.5"], "execution.sparse.backup must be at most 1, got 1.5"),
         ("train", ["run.dir="], "run.dir must not be empty"),
         ("train", ["run.item=.."], "run.item must be of at most 200 letters"),
         ("train", ["run.item="], "run.item must not be empty"),

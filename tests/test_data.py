@@ -698,13 +698,6 @@ def test_token_files_are_made_once(config, monkeypatch):
     assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
 
 
-def test_documents_end_with_the_end_token(config):
-    tokenizer = bpe()
-    ids = prepare_tokens(config, tokenizer).validation.tolist()
-    expected = [text for text in TEXTS if document_share(text) < 0.2]
-    assert ids == [i for text in expected for i in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
-
-
 def test_an_end_token_spelled_out_in_a_text_is_text(config):
     corpus = config.source.removeprefix("path:")
     write_lines(corpus, [f"{text} {END_TOKEN} more" for text in TEXTS])

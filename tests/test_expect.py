@@ -66,8 +66,8 @@ def expected(results, nonzeros, **arguments):
     return {line["plan"]: line for line in frame.to_dict("records")}
 
 
-@pytest.mark.parametrize(("nonzeros", "share"), [(15, 0.4), (40, 0.55), (100, 0.65)])
-def test_between_measured_blocks_the_law_comes_back(results, nonzeros, share):
+@pytest.mark.parametrize(("nonzeros", "share"), [(15, 0.4), (40, 0.55), (100, 0.65), (50, 0.7)])
+def test_between_measured_blocks_and_at_them_the_law_comes_back(results, nonzeros, share):
     lines = expected(results, nonzeros, hot_share=share)
     for plan in ("twell", "twell_hot"):
         assert lines[plan]["refused"] == ""
@@ -81,12 +81,6 @@ def test_synthetic_blocks_predict_those_between_them(results):
     for plan in ("csr", "csr_hot"):
         assert lines[plan]["op"] == "ffn_training"
         assert lines[plan]["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
-
-
-def test_measured_blocks_come_back(results):
-    assert expected(results, 50, hot_share=0.7)["twell_hot"]["ratio"] == pytest.approx(
-        1 / cost("twell_hot", 50, 0.7), 1e-3
-    )
 
 
 @pytest.mark.parametrize("nonzeros", [4, 300])

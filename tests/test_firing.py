@@ -13,10 +13,6 @@ from experiments.run.errors import DataError
 from experiments.training import firing
 
 
-def test_steps_are_the_powers_of_two_and_the_last_one():
-    assert [step for step in range(1, 101) if firing.is_due(step, 100)] == [1, 2, 4, 8, 16, 32, 64, 100]
-
-
 def test_the_last_rates_are_those_of_the_finished_model_on_held_out_text(make):
     config = make("run.evaluation_tokens=256")
     train.main(config)

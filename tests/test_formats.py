@@ -66,19 +66,6 @@ def test_round_trips_are_exact(matrix, tile, slots, width, capacity):
             assert torch.equal(mask, stored)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 63, 300])
-@pytest.mark.parametrize("columns", [1, 255, 256, 300, 1000])
-def test_awkward_shapes(rows, columns):
-    dense = sparse(rows, columns, 0.1)
-    for packed in (
-        ELL.from_dense(dense),
-        TwELL.from_dense(dense, on_overflow="grow"),
-        Hybrid.from_dense(dense, on_overflow="grow"),
-    ):
-        packed.validate()
-        assert same(packed.to_dense(), dense)
-
-
 def test_full_and_overfull_tiles():
     slots = 32
     dense = tile_rows([0, 1, slots - 1, slots])

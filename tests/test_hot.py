@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -61,14 +62,6 @@ def test_statistics_are_those_of_the_whole(hot, gated):
     assert torch.equal(bare, got)
 
 
-def test_nan_rows_fire_every_neuron_once():
-    problem = make()
-    problem.x[2, 3] = float("nan")
-    y, stats = run_ffn(*problem, backend="reference", hot=torch.tensor([1, 5]))
-    assert stats.nonzeros[2] == 40
-    assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("hot", [INDEX, 12, 40], ids=str)
@@ -79,6 +72,7 @@ def test_infinite_inputs_give_what_plain_torch_gives(hot, gated, value):
         x[2, column] = value
         leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
         y, stats = run_ffn(leaf, *problem[1:], backend="reference", hot=hot)
+        assert stats.nonzeros[2] == 40 or not math.isnan(value)
         wanted, l1 = plain_ffn(plain_leaf, *problem[1:])
         torch.testing.assert_close(y, wanted, equal_nan=True)
         torch.testing.assert_close(stats.l1, l1, equal_nan=True)

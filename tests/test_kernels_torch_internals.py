@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from calls import Operators
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from twell import torch_internals
@@ -14,30 +12,11 @@ class _FunctionMode(TorchFunctionMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("mode", [Operators, _FunctionMode])
-def test_modes_observe(mode):
-    assert not torch_internals.is_observed()
-    with mode():
-        assert torch_internals.is_observed()
-    assert not torch_internals.is_observed()
-
-
 def test_a_default_device_observes_nothing():
     with torch.device("cpu"):
         assert not torch_internals.is_observed()
         with _FunctionMode():
             assert torch_internals.is_observed()
-
-
-def test_a_backward_is_known():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda _: seen.append(torch_internals.in_backward()))
-    seen.append(torch_internals.in_backward())
-    y.sum().backward()
-    seen.append(torch_internals.in_backward())
-    assert seen == [False, True, False]
 
 
 def test_transformations_and_traces_observe():
@@ -52,16 +31,6 @@ def test_transformations_and_traces_observe():
     torch.jit.trace(function, torch.ones(2), check_trace=False)
     function(torch.ones(2))
     assert seen == [True, True, True, False]
-
-
-def test_forward_mode():
-    x = torch.ones(2)
-    assert not torch_internals.in_forward_mode()
-    with forward_ad.dual_level():
-        assert torch_internals.in_forward_mode()
-        assert not torch_internals.has_tangent(x)
-        assert torch_internals.has_tangent(forward_ad.make_dual(x, x))
-    assert not torch_internals.in_forward_mode()
 
 
 @pytest.mark.gpu

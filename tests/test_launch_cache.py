@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import run_ffn
-from torch.func import vmap
 
 from twell import launch_cache, memory, registry
 from twell.backends import hopper
@@ -16,7 +15,7 @@ from twell.hopper.screen import TILE
 from twell.interface import Options, Request, Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.memory import SCREENS_FROM
-from twell.testing import make_problem, plain_ffn
+from twell.testing import make_problem
 
 REPEATED = {"backend": "reference", "stats": False}
 
@@ -120,11 +119,6 @@ def test_an_observed_call_does_not_bypass_the_dispatcher(repeats, problem):
     with torch.no_grad():
         compiled(*problem)
     assert repeats["called"] == 0
-
-
-def test_a_transformed_dense_call_is_plain_torch(problem):
-    batched = vmap(lambda x: call(problem._replace(x=x), backend="dense")[0])(problem.x.view(2, 3, 16))
-    assert torch.allclose(batched.view(6, 16), plain_ffn(*problem)[0], atol=1e-5)
 
 
 def test_what_is_no_strided_tensor_is_refused(repeats, problem):

@@ -17,11 +17,9 @@ from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingCon
 from experiments.timing.measure import (
     Consumer,
     Repeated,
-    Timing,
     device_time,
     held_memory,
     host_time,
-    missing,
     peak_memory,
     spread,
     time_alternatives,
@@ -55,10 +53,6 @@ def test_spread_is_the_median_and_the_20th_and_80th_percentile():
 def test_spread_refuses_what_is_no_measurement(samples):
     with pytest.raises(ValueError, match="samples"):
         spread(samples)
-
-
-def test_a_missing_measurement_has_a_reason_and_no_number():
-    assert missing("no counter").columns() == {"missing": "no counter"}
 
 
 @pytest.mark.usefixtures("own_clock")
@@ -152,12 +146,6 @@ def test_a_loop_on_a_device_ends_on_time_and_is_never_drained(monkeypatch, secon
     assert gpu.now / 1e3 < 2.5 + 4.5 * seconds + 0.25, "each loop waits for what it queued, and that is little"
     assert timing.time().n >= max(1, 2.0 / seconds * 0.99 - 2)
     assert gpu.idle < 4 * milliseconds, "only the first calls of the two loops find an idle device"
-
-
-def test_throughput_and_energy_follow_from_time_and_power():
-    timing = Timing(milliseconds=[2.0, 2.0, 2.0], watts=[600.0, 700.0, 800.0])
-    assert timing.throughput(tokens=100).value == pytest.approx(50.0)
-    assert timing.energy(tokens=100).value == pytest.approx(700.0 * 1e3 * 2e-3 / 100)
 
 
 def test_the_power_slope_is_free_of_the_counters_steps():

@@ -18,9 +18,6 @@ from tiny_models import SIZES, TOKENS, llama
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-)
 
 from twell import Plan, SparseFeedForward, autotune, feed_forward_blocks, l1_penalty, prune_silent, sparsify
 from twell.memory import in_rows, neuron_major
@@ -138,16 +135,6 @@ def loss_and_gradients(block: nn.Module, run, x: torch.Tensor) -> list[torch.Ten
     inner = getattr(block, "module", block)
     (y.square().mean() + 0.1 * inner.stats.l1).backward()
     return [p.grad.clone() for p in block.parameters()]
-
-
-def test_checkpointing_and_compile_give_the_same_gradients(block):
-    x = torch.randn(6, 16)
-    wanted = loss_and_gradients(block, block, x)
-    checkpointed = loss_and_gradients(block, lambda x: checkpoint(block, x, use_reentrant=False), x)
-    compiled = loss_and_gradients(block, torch.compile(block, backend="aot_eager", fullgraph=True), x)
-    for name, got in {"checkpointed": checkpointed, "compiled": compiled}.items():
-        for a, b in zip(got, wanted, strict=True):
-            torch.testing.assert_close(a, b, msg=name)
 
 
 def test_what_checkpointing_repeats_leaves_no_statistics(block):
@@ -336,21 +323,6 @@ def test_sparsify_keeps_function_and_parameters():
     assert all(block.stats.nonzeros.shape == TOKENS.shape for block in blocks)
 
 
-def test_saved_models_load_into_plain_transformers_and_back(tmp_path):
-    model = sparsify(llama("silu"), activation="relu")
-    assert model.config.hidden_act == "relu"
-    wanted = model(TOKENS).logits
-    model.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert plain.config.hidden_act == "relu"
-    assert not feed_forward_blocks(plain)
-    torch.testing.assert_close(plain(TOKENS).logits, wanted)
-    torch.testing.assert_close(sparsify(plain)(TOKENS).logits, wanted)
-    other = sparsify(llama())
-    assert not any(other.load_state_dict(llama().state_dict()))  # no missing and no unexpected keys
-    assert list(other.state_dict()) == list(llama().state_dict())
-
-
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_generate(backend):
     model = llama()
@@ -425,13 +397,6 @@ def test_the_layout_is_that_of_gradients_and_of_an_optimizers_state(block):
     optimizer.step()
     down = block.down_proj.weight
     assert down.grad.stride() == optimizer.state[down]["exp_avg"].stride() == down.stride()
-
-
-def test_compiled_model():
-    model = sparsify(llama(), keep_stats=True)
-    wanted = model(TOKENS, use_cache=False).logits
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
 
 
 def test_another_activation_must_be_replaced_explicitly():

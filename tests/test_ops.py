@@ -6,12 +6,14 @@ import logging
 
 import pytest
 import torch
-from calls import Operators, leaves, make, make_block, run_ffn, y_and_l1
+from calls import Operators, change, leaves, make, make_block, run_ffn, upstream, y_and_l1
+from tiny_models import TOKENS, llama
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn
+from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn, sparsify
 from twell.backends import dense
 from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
@@ -331,8 +333,8 @@ def test_opcheck_of_the_backward(backend, gated, activation):
     *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation, 0, 0)
     dy, dl1, weight = torch.randn(30, 16), torch.tensor(2.0), None if gated else torch.ones(40)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
-        for upstream in ((dy, dl1), (dy, None), (None, dl1)):
-            torch.library.opcheck(BACKWARD, (*upstream, *problem, None, weight, saved, backend, needs, activation))
+        for incoming in ((dy, dl1), (dy, None), (None, dl1)):
+            torch.library.opcheck(BACKWARD, (*incoming, *problem, None, weight, saved, backend, needs, activation))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -586,11 +588,75 @@ def test_statistics_print_as_a_summary():
     assert str(empty) == "FFNStats(30 tokens; 40 neurons, without values, backend='dense')"
 
 
-def test_meta_tensors_have_shapes():
-    x, up = torch.empty(3, 5, 16, device="meta"), torch.empty(40, 16, device="meta")
-    for backend in BACKENDS:
-        y, stats = run_ffn(x, up, up, up.t(), backend=backend)
-        assert (y.shape, y.device.type, stats.nonzeros.shape) == (x.shape, "meta", (3, 5))
+# Squared ReLU, y = (relu(x Wg^T)^2 * (x Wu^T)) Wd^T
+
+squared = functools.partial(plain_ffn, activation="relu2")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_squares_are_those_of_plain_torch_bit_for_bit(dtype, gated):
+    problem = make(gated, dtype)
+    ours, plain = (
+        evaluate(f, problem, upstream(problem))
+        for f in (lambda *p: y_and_l1(*p, activation="relu2", backend="dense"), squared)
+    )
+    assert torch.equal(ours["y"], plain["y"])
+    for name in plain:
+        assert relative_error(ours[name], plain[name]) <= 8 * torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_pattern_is_that_of_relu(backend, gated):
+    problem = make(gated)
+    _, ours = run_ffn(*problem, backend=backend, activation="relu2")
+    _, relu = run_ffn(*problem, backend=backend)
+    assert torch.equal(ours.nonzeros, relu.nonzeros)
+    assert torch.equal(ours.fired, relu.fired)
+    assert ours.l1 != relu.l1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
+    """relu(z) = 1e25 is finite in bfloat16, its square is not; its slope, 2e25, is."""
+    problem = make(gated, torch.bfloat16)
+    (problem.w_up if problem.w_gate is None else problem.w_gate)[7, 0] = 1e25  # x[:, 0] is 1
+    dy = upstream(problem)
+    ours, plain = (
+        evaluate(lambda *p: y_and_l1(*p, activation="relu2", backend=backend), problem, dy),
+        evaluate(squared, problem, dy),
+    )
+    assert not plain["y"].isfinite().any()
+    for name in plain:
+        assert torch.equal(ours[name].isfinite(), plain[name].isfinite()), name
+    assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
+
+
+def test_another_activation_is_refused():
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
+        run_ffn(*make(), activation="gelu")
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
+        make_block(4, 8, activation="silu")
+
+
+def test_a_block_that_squares():
+    torch.manual_seed(0)
+    block, x = make_block(16, 40, activation="relu2"), torch.randn(5, 16)
+    wanted = block.down_proj(F.relu(block.gate_proj(x)).square() * block.up_proj(x))
+    assert torch.equal(block(x), wanted)
+    change(block, backend="reference")
+    torch.testing.assert_close(block(x), wanted)
+    assert "activation='relu2'" in repr(block)
+    assert block.activation == "relu2"
+
+
+@torch.no_grad()
+def test_sparsify_puts_the_square_in_place_of_another_activation():
+    model = sparsify(llama("silu"), activation="relu2")
+    assert model.config.hidden_act == "relu2"
+    torch.testing.assert_close(model(TOKENS).logits, llama("relu2")(TOKENS).logits)
 
 
 def test_allocated_memory_is_poisoned():

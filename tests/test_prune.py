@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, load_plans, prune_silent, save_plans, sparsify
-from twell.prune import HeldOut, Pruned
+from twell.prune import Pruned
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 512, "num_hidden_layers": 2}
 TOKENS = torch.randint(3, 60, (4, 50), generator=torch.Generator().manual_seed(0))
@@ -180,14 +180,3 @@ def test_one_configuration_of_more_than_the_blocks_is_refused():
     with pytest.raises(ValueError, match="is also that of other modules"):
         prune_silent(model, TOKENS)
     assert model.config.intermediate_size == 512
-
-
-def test_reports_print():
-    assert str(Pruned((128,), (512,), (400,), 300)) == (
-        "384 of 512 neurons are removed, of 400 silent ones; none of them fired for 300 tokens, so all fire for less "
-        "than 0.031 of all (95%, independent tokens)\nnot measured on other inputs: give held_out"
-    )
-    assert str(HeldOut(100, 7, 2, 0.0123, 0.995, 2.5, 2.50001)) == (
-        "on 100 held-out tokens: 2 of them fired, 7 times in total; logits differ by 0.012 (2-norm, relative); the "
-        "largest is the same at 99.50% of positions; loss 2.50000 before, 2.50001 after"
-    )

@@ -1,6 +1,5 @@
 """Result rows, their provenance, and atomic files."""
 
-import csv
 import errno
 import importlib.metadata
 import os
@@ -71,13 +70,6 @@ def test_rows_come_back_as_they_were(tmp_path):
     rows = [row(gated=False, layer=0, seed=1, l1=2e-5), row(value=None, missing='no "NVML", here\nor there')]
     write_rows(tmp_path / "deep" / "rows.csv", rows)
     assert read_rows(tmp_path / "deep" / "rows.csv") == rows
-
-
-def test_cells_are_what_analysis_reads(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(gated=True, l1=0, seed=1)])
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        cells = next(csv.DictReader(file))
-    assert (cells["gated"], cells["l1"], cells["seed"], cells["layer"]) == ("True", "0.0", "1", "")
 
 
 def test_wrong_files_are_refused(tmp_path):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from experiments.run.config import describe_options, parse, run_program, to_yaml
 from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
-from experiments.study.definition import load_study, study_names
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.cost import study_costs
@@ -500,17 +499,6 @@ def test_a_presets_micro_batch_is_an_upper_limit_for_many_processes():
 def test_a_study_of_tiny_models_asks_for_no_more_gpus_than_it_needs(cluster, gpus):
     found = read_request(["study=six_runs", f"cluster={cluster}"]).cluster.resources("train")
     assert (found.gpus, found.minutes) == (gpus, load_cluster(cluster).resources("train").minutes)
-
-
-@pytest.mark.parametrize("name", sorted({*study_names()} - {"paper", "l1_sweep"}))
-def test_only_the_papers_own_trainings_take_more_than_one_gpu(name):
-    study = load_study(name)
-    assert study.training_gpus == 1 or not (study.trainings or study.parts)
-
-
-def test_a_text_that_is_missing_is_a_wrong_request(tmp_path):
-    with pytest.raises(ConfigError, match="path:/nowhere is missing"):
-        submit(read_request(["study=six_runs", "data=path:/nowhere", f"runs={tmp_path}"]))
 
 
 def test_help_lists_the_fields_of_a_study_that_can_be_given():

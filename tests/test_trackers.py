@@ -31,11 +31,6 @@ def test_tensorboard_gets_every_logged_step_once_also_of_a_run_that_continues(ma
     assert found["nonzeros"][-1].value == pytest.approx(sum(layers) / 2)
 
 
-def test_without_being_asked_nothing_is_sent(make):
-    train.main(config := make())
-    assert not (config.run.folder / "tensorboard").exists()
-
-
 def test_wandb_gets_the_options_and_every_logged_step(make, monkeypatch):
     started, sent = [], []
 

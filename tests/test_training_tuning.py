@@ -408,13 +408,6 @@ def test_a_backend_of_inference_does_not_train_in_place_of_the_one_reported(time
     assert choice.plan.backend == block.plan.backend == "reference"
 
 
-def test_hot_neurons_can_be_left_out(times):
-    (block,), x, alone = Layers(1, hot=128).blocks, tokens(), training.Processes(None)
-    found = [training.choose(block, x, ["reference"], alone, hot=hot, compiled=False) for hot in (True, False)]
-    plans = [decision.choice.plan for decision in found]
-    assert [(Form.of(plan), plan.hot_count) for plan in plans] == [(HOT, 128), (SPARSE, 0)]
-
-
 def test_the_first_run_of_a_block_counts(times, monkeypatch):
     model, real, measured = Layers(1, hot=128), training.quick_times, []
     model.blocks.append(model.blocks[0])

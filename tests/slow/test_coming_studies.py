@@ -6,10 +6,9 @@ import pandas as pd
 import pytest
 from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
-from analysis import claims, summary, tables
+from analysis import tables
 from analysis.choose import where
-from analysis.claims.evidence import Evidence
-from analysis.figures import layers, model_sizes, narrow_dense
+from analysis.figures import model_sizes, narrow_dense
 from analysis.load import load
 from analysis.publish import compact
 
@@ -54,26 +53,6 @@ def results(tmp_path_factory):
         )  # fmt: skip
         write_study(root / model, full)
     return load(root)
-
-
-def ours(frame):
-    return where(frame, source="ours")
-
-
-def test_the_sweep_of_the_small_model_stays_the_main_one(results):
-    evidence = Evidence.of(results)
-    assert evidence.model == "21m"
-    for name in ("by_token", "by_position", "unions"):
-        assert set(layers.described(results, name)["model"]) == {"21m"}
-
-
-def test_scales_have_a_baseline_and_sizes_have_accuracies(results):
-    frame = ours(tables.scales(results))
-    timed = frame[frame["forward_tokens_per_ms_vs_dense_pct"].notna()]
-    assert set(timed["scale"]) == {"0.5B", "1B", "1.5B", "2B"}
-    scored = frame[frame["mean_task_accuracy_pct"].notna()]
-    assert set(scored["scale"]) == {"4m", "11m", "21m"}
-    assert scored["mean_task_accuracy_pct_ci95"].notna().all()
 
 
 def test_sizes_are_compared_at_one_l1_and_one_length_of_training(results):
@@ -124,34 +103,3 @@ def test_two_models_with_the_most_l1_values_keep_their_large_tables(results):
     without_base = replace(results, rows=rows[~((rows["model"] == "0.5b") & (rows["l1"] == 0))])
     kept = compact(without_base).nonzeros["by_position"]["item"].map(items)
     assert "0.5b" not in set(kept), "a model without a training at L1 = 0 to compare with"
-
-
-@pytest.mark.parametrize(
-    ("make", "column", "kinds"),
-    [
-        (tables.activations, "activation", {"relu", "silu"}),
-        (tables.gating, "gated", {"yes", "no"}),
-        (tables.dead_neurons, "modification", {"none", "dead_neuron_reinit", "l1_warmup"}),
-    ],
-)
-def test_variants_stand_together_without_scales_that_have_none(results, make, column, kinds):
-    frame = ours(make(results))
-    own = where(frame, scale="21m")
-    assert set(own[column]) == kinds
-    assert (own["seeds"] == len(SEEDS)).all()
-    assert set(frame["scale"]) <= {"21m", "1.5B"}
-
-
-def test_tables_of_our_own_go_from_the_papers_models_to_the_smallest(results):
-    for make in (summary.layers, summary.dead_by_window):
-        assert list(make(results)["model"].unique()) == ["1.5b", "2b", "1b", "0.5b", "21m", "11m", "4m"]
-
-
-def test_many_speeds_are_a_range_with_each_pair_in_the_details(results):
-    evidence = Evidence.of(results)
-    claim = claims.check("forward-speed", evidence)
-    assert "at 4 of the paper's 5 pairs" in claim.ours
-    assert not any("at L1 0," in line for line in claim.details), "without L1 there is nothing to skip"
-    for model in ("0.5b", "1b", "1.5b", "2b"):
-        assert any(line.startswith(f"{model} at L1 ") for line in claim.details)
-    assert len(claims.check("correlation", evidence).details) > 2

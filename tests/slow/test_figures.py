@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import string
 import warnings
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from synthetic_results import (
 )
 
 from analysis import figures, schema, stats, tables
-from analysis.choose import l1_label, where
+from analysis.choose import where
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.figures.blocks import fastest_on_synthetic
 from analysis.figures.drawn import lay_out
@@ -47,13 +46,6 @@ def drawn(demo, devices):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that the font lacks, a layout that does not fit
         return {scale: [draw(results) for draw in FIGURES] for scale, results in (("demo", demo), ("paper", devices))}
-
-
-def test_there_is_a_figure_for_every_one_of_the_paper():
-    numbers = [draw.number for draw in FIGURES]
-    assert numbers[:12] == [str(number) for number in range(1, 13)]
-    assert numbers[12:] == list(string.ascii_uppercase[: len(FIGURES) - 12])
-    assert len({draw.name for draw in FIGURES}) == len(FIGURES)
 
 
 def test_what_is_whole_and_what_is_missing(drawn):
@@ -171,17 +163,6 @@ def test_each_form_of_a_whole_model_has_its_row_of_panels(devices):
     assert sorted(forms) == ["every neuron sparse (hopper)"] * 2 + ["every neuron sparse (triton)"] * 2, (
         "one plan of two backends"
     )
-
-
-def test_models_have_a_place_and_l1_values_a_colour(drawn):
-    figure = drawn["paper"][3]
-    axes = figure.figure.axes[0]
-    (legend,) = figure.figure.legends
-    colours = {handle.get_label().split(" (")[0]: handle.get_color() for handle in legend.legend_handles}
-    for l1, percent in figure.data.query("metric == 'throughput'").set_index("l1")["percent"].items():
-        points = [line for line in axes.lines if line.get_color() == colours[f"L1 {l1_label(l1)}"]]
-        assert percent in points[0].get_ydata()
-        assert abs(points[0].get_xdata()[0] - [tick.get_text() for tick in axes.get_xticklabels()].index("1.5b")) < 0.5
 
 
 def test_costs_are_shown_as_changes_of_the_cost(drawn):

@@ -1,4 +1,4 @@
-"""The notebooks are valid and thin, and run on any built folder, even an almost empty one."""
+"""The notebooks are valid, and run on any built folder, even an almost empty one."""
 
 import asyncio
 import base64
@@ -60,12 +60,10 @@ def outputs(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_valid_and_thin(path):
+def test_valid(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(len(cell.source.splitlines()) <= 6 for cell in code[1:]), "the work is in analysis"
     assert notebook.cells[0].source.startswith("# ")
 
 
@@ -74,13 +72,6 @@ def test_a_copy_outside_the_repository_says_so(path, tmp_path):
     first = nbformat.read(path, as_version=4).cells[1].source
     ran = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.stderr.endswith("AssertionError: keep the notebook inside the repository\n")
-
-
-def test_nothing_is_shown_twice():
-    notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]
-    code = [[cell.source for cell in notebook.cells if cell.cell_type == "code"][1:] for notebook in notebooks]
-    sources = [source for each in code for source in each]
-    assert len(set(sources)) == len(sources)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

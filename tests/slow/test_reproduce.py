@@ -1,6 +1,5 @@
 """What `make reproduce` runs, at its smallest scale: interrupted and continued, and with an item that fails."""
 
-import fcntl
 import json
 import re
 import signal
@@ -13,11 +12,10 @@ from analysis.load import load
 from analysis.read import NONZEROS
 from experiments.data.tasks import TASKS
 from experiments.run.errors import EXIT_STOPPED
-from experiments.run.results import read_rows
 from experiments.study.definition import load_study, study_graph, study_items
 from experiments.study.graph import State
 from slurm.collect import collect
-from slurm.records import JOBS, latest_jobs
+from slurm.records import JOBS
 
 TIMEOUT_SECONDS = 1500  # only against a hang
 
@@ -104,51 +102,3 @@ def test_the_whole_graph_interrupted_and_continued(tmp_path):
         "build",
         "notebooks",
     }
-
-
-def test_a_failed_item_is_reported_and_the_others_go_on(tmp_path):
-    # A file where the folder of the checkpoints should be: that training cannot write.
-    folder = tmp_path / "runs" / "smoke" / "silu"
-    folder.mkdir(parents=True)
-    (folder / "checkpoints").write_text("in the way")
-    result = reproduce(tmp_path, "only=[evaluate_silu,bench_kernels]")
-    assert result.returncode == 1
-    assert [name for name in sorted(started(tmp_path)) if "prepare" not in name] == ["bench_kernels", "silu"]
-    log = latest_jobs(tmp_path / "runs" / "smoke")["silu"].log
-    assert re.search(rf"^silu: .*checkpoints.* \(log: {re.escape(log)}\)$", result.stdout, re.M)
-    assert "evaluate_silu: not run, needs silu" in result.stdout
-    assert "INFO $ python -m experiments.train" in open(log).read()  # noqa: PTH123, SIM115
-    assert "2 of 4 items are not done" in result.stderr
-    assert read_rows(tmp_path / "runs" / "smoke" / "bench_kernels" / "rows.csv")
-
-
-def test_a_dry_run_lists_commands_and_makes_nothing(tmp_path):
-    listed = reproduce(tmp_path, "--dry-run")
-    assert listed.returncode == 0
-    assert "python -m experiments.train model=smoke sparsity.l1=1e-3 run.study=smoke" in listed.stdout
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["only=[relux]"], "relux"),
-        (["arguments={trane: [x=1]}"], "trane"),
-        (["scale=demo"], "unknown option 'scale'"),
-    ],
-)
-def test_a_wrong_request_is_refused(tmp_path, arguments, message):
-    result = reproduce(tmp_path, *arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_two_runs_of_one_study_do_not_mix(tmp_path):
-    folder = tmp_path / "runs" / "smoke"
-    folder.mkdir(parents=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        result = reproduce(tmp_path, "only=[bench_kernels]")
-    assert result.returncode == 1
-    assert "another process" in result.stderr
