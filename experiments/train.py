@@ -115,7 +115,7 @@ def _is_finished(config: TrainConfig) -> bool:
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
     from experiments.data.batches import prepare_text
-    from experiments.data.shards import SPLITS
+    from experiments.data.token_files import SPLITS
 
     with group.first_goes_first():
         return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
