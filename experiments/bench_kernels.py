@@ -299,22 +299,22 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
     if device.type == "cpu" and reasons and all(reasons):
         raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
     ops = [op for op in config.ops if op not in CEILINGS and config.runs(op)]
-    with results_folder(config, PROGRAM) as folder:
-        work = [
-            (pattern, op)
-            for pattern in patterns(config, device)
-            for op in ops
-            if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
-        ]
+    folder = results_folder(config, PROGRAM)
+    work = [
+        (pattern, op)
+        for pattern in patterns(config, device)
+        for op in ops
+        if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
+    ]
 
-        def parts() -> Iterator[Rows]:
-            yield from ([row] for row in _ceiling_rows(config, device))
-            for done, (pattern, op) in enumerate(work):
-                if report:
-                    report(done, len(work), tokens=pattern.tokens)
-                yield measure(pattern, op, config, device)
+    def parts() -> Iterator[Rows]:
+        yield from ([row] for row in _ceiling_rows(config, device))
+        for done, (pattern, op) in enumerate(work):
+            if report:
+                report(done, len(work), tokens=pattern.tokens)
+            yield measure(pattern, op, config, device)
 
-        write_as_measured(folder, parts(), config)
+    write_as_measured(folder, parts(), config)
 
 
 if __name__ == "__main__":

@@ -127,18 +127,18 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
     from experiments.models.subject import load_subject
 
     device = device_of(config.device)
-    with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, device)
-        _choose_backend(subject, config.backend)
-        if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
-            log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
-        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
-        gatherer = gather(subject, batches, config, report)
-        error, tokens = gatherer.check(), gatherer.layers[0].tokens
-        names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
-        columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
-        _write_tables(gatherer, subject, names, folder)
-        write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
+    folder = results_folder(config, PROGRAM)
+    subject = load_subject(config.checkpoint, device)
+    _choose_backend(subject, config.backend)
+    if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
+        log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
+    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
+    gatherer = gather(subject, batches, config, report)
+    error, tokens = gatherer.check(), gatherer.layers[0].tokens
+    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+    columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
+    _write_tables(gatherer, subject, names, folder)
+    write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
     log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
 
 

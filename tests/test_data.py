@@ -794,7 +794,7 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
     for other in (replace(config, source=f"path:{empty}"), replace(config, validation=f"path:{empty}")):
         with pytest.raises(DataError, match=r"empty.jsonl has no text$"):
             prepare_tokens(other, bpe())
-    assert not Path(config.cache_dir).exists()
+    assert not [path for path in Path(config.cache_dir).rglob("*") if path.is_file()]
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

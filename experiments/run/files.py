@@ -43,43 +43,16 @@ def _short(path: Path) -> str:
     return str(path) if len(str(path)) < 300 else shown(str(path))
 
 
-@contextlib.contextmanager
-def made_folder(path: Path, what: str) -> Iterator[Path]:
-    """Make the folder for the files that this block ends with. A block that raises leaves neither it nor those above it
-    behind if they were not there before, unless something is in them.
+def make_folder(path: Path, what: str) -> None:
+    """Make the folder, so that what a long run ends with can be written there.
 
     Raises:
         StorageError: there can be no such folder, or no file in it.
     """
-    with _with_parents(path, what):
-        with storage_errors(path, what), tempfile.TemporaryFile(dir=path):
+    with storage_errors(path, what):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
             pass
-        yield path
-
-
-@contextlib.contextmanager
-def _with_parents(path: Path, what: str) -> Iterator[None]:
-    """Make the parent folders and name storage errors, as `made_folder` does, without a trial write."""
-    made: list[Path] = []
-    try:
-        with storage_errors(path, what):
-            for folder in [*reversed(path.parents), path]:
-                if folder.exists():
-                    continue
-                try:
-                    folder.mkdir()
-                    made.append(folder)
-                except FileExistsError:
-                    pass
-                except FileNotFoundError as error:  # the folder above exists and takes none, as in /proc
-                    above = f"{_short(folder.parent)} takes none"
-                    raise StorageError(f"cannot make the folder {_short(folder)}: {above}") from error
-        yield
-    except BaseException:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def fsync(path: Path) -> None:
@@ -97,7 +70,8 @@ def write_atomic(path: Path, content: str | bytes, what: str = "file") -> None:
     Raises `StorageError` when the disk cannot take it; the old file then stays, and no temporary file.
     """
     data = content.encode() if isinstance(content, str) else content
-    with _with_parents(path.parent, what), storage_errors(path, what):
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
         try:
@@ -125,7 +99,8 @@ def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) ->
     If there is something at `path` by then, it is deleted when `replace` is true; otherwise it stays, since another
     process has written the same content. Raises `StorageError` when the disk cannot take the content.
     """
-    with _with_parents(path.parent, what), storage_errors(path, what):
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
         temporary.chmod(0o755)
         try:
