@@ -185,7 +185,7 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
         if masks := _masks(config):
             for layer in config.layers or masks.layers():
                 yield Pattern(
-                    f"{masks.run}/layer{layer}",
+                    f"{masks.item}/layer{layer}",
                     tokens,
                     lambda layer=layer, tokens=tokens: problem_from_mask(  # type: ignore[misc]
                         masks.load(layer), tokens, config.hidden, **common

@@ -479,8 +479,9 @@ def test_kernels_on_real_masks(tmp_path):
     columns = {f"layer_{n}": [row.tobytes() for row in numpy.packbits(m, 1)] for n, m in masks.items()}
     folder = tmp_path / "nonzeros_relu"
     folder.mkdir()
-    pandas.DataFrame(columns).to_parquet(folder / "nonzeros_masks.parquet")
-    pandas.DataFrame({"layer": [0, 2], "neurons": 128}).to_parquet(folder / "nonzeros_by_layer.parquet")
+    item = {"item": "nonzeros_relu"}
+    pandas.DataFrame({**columns, **item}).to_parquet(folder / "nonzeros_masks.parquet")
+    pandas.DataFrame({"layer": [0, 2], "neurons": 128, **item}).to_parquet(folder / "nonzeros_by_layer.parquet")
     options = [f"masks={folder / 'nonzeros_masks.parquet'}", "layers=[2]", "tokens=[64]", "hidden=32"]
     options += ["ops=[ffn_forward]", "metrics=[time]", "dense=[dense_eager]"]
     rows = rows_of(bench_kernels, tmp_path, *options, "backends=[reference,reference+ordered,reference+live]")

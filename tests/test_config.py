@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 from tiny_run import with_values
 
 from analysis.schema import MODIFICATIONS
@@ -400,16 +399,3 @@ def test_every_program_explains_its_options(module):
         depths = [key.count(".") for key in single if key.startswith(f"{group}.")]
         assert depths == sorted(depths), "an option after a section would be taken for one of the section"
     assert not any("." not in key for key in single[sum("." not in key for key in single) :]), "top-level options first"
-
-
-def test_options_that_earlier_runs_had_are_left_out_of_their_files(tmp_path):
-    path = tmp_path / "config.yaml"
-    save_config(TrainConfig(), path)
-    values = yaml.safe_load(path.read_text())
-    values["execution"]["sparse"] |= {"to_sparse_below": 0.8, "to_dense_above": 1.5}
-    path.write_text(yaml.safe_dump(values))
-    assert load_config(TrainConfig, path) == TrainConfig()
-    values["execution"]["sparse"]["to_sparse_above"] = 0.8
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"unknown option 'execution\.sparse\.to_sparse_above'"):
-        load_config(TrainConfig, path)

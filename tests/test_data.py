@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from experiments.data import batches, sources, token_files
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
 from experiments.data.held_out import document_share
-from experiments.data.sources import open_source
+from experiments.data.sources import open_texts
 from experiments.data.token_files import Header
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
 from experiments.run.errors import ConfigError, DataError, StorageError
@@ -50,6 +51,11 @@ def corpus(tmp_path):
 @pytest.fixture
 def config(corpus, tmp_path):
     return DataConfig(source=f"path:{corpus}", cache_dir=str(tmp_path / "cache"), validation_share=0.2)
+
+
+def open_source(specification, **options):
+    with tempfile.TemporaryDirectory() as cache:
+        return open_texts(specification, **{"text_field": "text", "cache_dir": cache} | options)[0]
 
 
 def documents(specification, **options):
@@ -255,15 +261,15 @@ def test_the_commit_of_a_data_set_is_asked_for_once(tmp_path, hub, caplog):
 def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
     commit = "0123456789abcdef" * 2 + "01234567"
     place = {"cache_dir": str(tmp_path)}
-    (tmp_path / "commits").mkdir()
-    sources._note_of_commit("some/text", "", str(tmp_path)).write_text(json.dumps({"commit": commit}))
+    open_source("hf:some/text", **place)
+    (note,) = (tmp_path / "commits").iterdir()
+    note.write_text(json.dumps({"commit": commit}))
     for rest in ("", ":part", "@test", ":part@test", "@train[:10%]"):
         named = open_source(f"hf:some/text@{commit}:{rest.removeprefix(':')}")
         assert named.key == open_source(f"hf:some/text{rest}", **place).key
-    assert hub == []
     branch = open_source("hf:some/text@refs/pr/1:part", **place)
     assert branch.key == open_source("hf:some/text@refs/pr/1:part", **place).key
-    assert hub == ["refs/pr/1"]
+    assert hub == [None, "refs/pr/1"]
     with pytest.raises(DataError, match=r"hf:NAME@REVISION:\[CONFIG\]\[@SPLIT\], got hf:@test"):
         open_source("hf:@test")
 

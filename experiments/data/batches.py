@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from experiments.data.held_out import hold_out
-from experiments.data.sources import Source, open_path, open_source
+from experiments.data.sources import Source, open_texts
 from experiments.data.token_files import FORMAT, SPLITS, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
@@ -35,17 +35,15 @@ log = logging.getLogger(__name__)
 def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, Source | None]:
     """(training source, validation source); the second is None if a share of the documents is held out instead.
 
-    Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError` for
+    Files of `data.validation` are never used for training. `ask_hub`: as in `open_texts`. Raises `DataError` for
     missing text.
     """
-    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
-    if config.source.startswith("path:") and not config.validation:
-        return open_path(config.source, listed=ask_hub, **options)
-    options["ask_hub"] = ask_hub
+    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir, "ask_hub": ask_hub}
     if not config.validation:
-        return open_source(config.source, **options), None
-    validation = open_source(config.validation, split="validation", **options)
-    return open_source(config.source, exclude=validation.files, **options), validation
+        return open_texts(config.source, **options)
+    whole, held_out = open_texts(config.validation, **options)
+    validation = held_out or whole
+    return open_texts(config.source, exclude=validation.files, **options)[0], validation
 
 
 class Tokens(NamedTuple):

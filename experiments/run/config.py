@@ -92,10 +92,8 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def load_config(cls: type[T], path: str | Path) -> T:
-    """The configuration stored in a YAML file, as `save_config` wrote it, without the options that `cls.EARLIER` names.
-    Raises `ConfigError`, as `parse` does."""
-    earlier = getattr(cls, "EARLIER", ())
-    return _object(cls, [assignment for assignment in _of_file(cls, Path(path)) if assignment[0] not in earlier])
+    """The configuration stored in a YAML file, as `save_config` wrote it. Raises `ConfigError`, as `parse` does."""
+    return _object(cls, _of_file(cls, Path(path)))
 
 
 def check_ranges(config: T) -> T:

@@ -134,13 +134,13 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
+def sha256_files(paths: Sequence[Path], kept: Path) -> list[str]:
     """Hexadecimal SHA-256 of each file. Those in the file `kept` are taken from there while a file's size, inode and
     times are as they were then: what has been read once, however large, is not read again. It is brought up to date
     where it can be written."""
     before: Any = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        before = json.loads(kept.read_text(encoding="utf8")) if kept is not None else {}
+        before = json.loads(kept.read_text(encoding="utf8"))
     if not isinstance(before, dict):
         before = {}
     now: dict[str, list[Any]] = {}
@@ -156,7 +156,7 @@ def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
         if began - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
             now[str(path)] = [*stamp, digest]
         digests.append(digest)
-    if kept is not None and now != before:
+    if now != before:
         with contextlib.suppress(StorageError):
             write_json(kept, now, "checksums")
     return digests

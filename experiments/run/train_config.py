@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
@@ -331,9 +331,6 @@ class TrainConfig:
     sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "no effect on results beyond rounding")
     run: RunConfig = section(RunConfig, "no effect on results")
-
-    # Options that the files of earlier runs have, and that had no effect on results.
-    EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above", "data.skip_records")
 
     def __post_init__(self) -> None:
         length, longest = self.training.sequence_length, self.model.max_positions

@@ -24,7 +24,7 @@ from tiny_run import make_run
 
 from experiments import train
 from experiments.data.batches import prepare_text
-from experiments.data.sources import open_source
+from experiments.data.sources import open_texts
 from experiments.data.tasks import read_records
 from experiments.models.checkpoint import Checkpoint, load_trained, read_newest, write_checkpoint
 from experiments.models.llama import build_model
@@ -263,7 +263,7 @@ def data_target(scratch: Path) -> Case:
         if random.random() < 0.9:
             damage(random, path)
         with only_our_errors():
-            for document in open_source(f"path:{path}").documents():
+            for document in open_texts(f"path:{path}", text_field="text", cache_dir=str(scratch))[0].documents():
                 document.encode()
         if path.name.startswith("a.jsonl") and path.is_file():
             with only_our_errors(ValueError):
