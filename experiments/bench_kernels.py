@@ -275,17 +275,6 @@ def _names(config: BenchKernelsConfig) -> dict[str, str]:
     return {"study": config.run.study, "item": config.run.name(PROGRAM)}
 
 
-def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[dict[str, Any]]:
-    from experiments.timing import ceilings
-
-    masks = _masks(config)
-    intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
-    shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
-    for op in [op for op in CEILINGS if op in config.ops]:
-        for tokens in config.tokens if op == "ceiling_matmul" else [None]:
-            yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))
-
-
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`.
 
@@ -293,6 +282,7 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
         ConfigError: of the backends named, none can run on the CPU that is all there is.
     """
     from experiments.bench.feedforward import unavailable
+    from experiments.timing import ceilings
 
     device = device_of(config.device)
     reasons = [unavailable(name, device) for name in config.backends]
@@ -308,7 +298,12 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
     ]
 
     def parts() -> Iterator[Rows]:
-        yield from ([row] for row in _ceiling_rows(config, device))
+        masks = _masks(config)
+        intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
+        shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
+        for op in [op for op in CEILINGS if op in config.ops]:
+            for tokens in config.tokens if op == "ceiling_matmul" else [None]:
+                yield [ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))]
         for done, (pattern, op) in enumerate(work):
             if report:
                 report(done, len(work), tokens=pattern.tokens)

@@ -361,7 +361,7 @@ def test_a_checkpoint_of_another_run_is_not_loaded_as_this_one(run_dir):
     other = with_values(CONFIG, sparsity={"l1": 0.5})
     rewrite_state(path, lambda state: state.update(science=science(other)))
     with pytest.raises(
-        CheckpointError, match=r"belong to the run that .*config.yaml describes \(sparsity.l1: 0.5 there"
+        CheckpointError, match=r"belong to the run that .*config.yaml describes \(sparsity.l1 was 0.5, now 0"
     ):
         load_trained(run_dir)
 

@@ -19,10 +19,10 @@ from experiments.run.config import (
     load_config,
     option,
     parse,
-    preset_names,
     save_config,
     section,
     to_dict,
+    yaml_names,
 )
 from experiments.run.errors import ConfigError, DataError, Stopped
 from experiments.run.train_config import (
@@ -223,7 +223,7 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
     assert parse(TrainConfig, []) == parse(TrainConfig, ["model=0.5b"])
 
 
-@pytest.mark.parametrize("name", preset_names("model"))
+@pytest.mark.parametrize("name", yaml_names(CONFIG_ROOT / "model"))
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
     assert config == load_config(TrainConfig, CONFIG_ROOT / "model" / f"{name}.yaml")
@@ -306,7 +306,6 @@ CHECKPOINT = "checkpoint=run"
         ("gather_nonzeros", [], "checkpoint must not be empty"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
-        ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
         ("evaluate", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
         ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
         ("bench_kernels", ["ops=[]"], "ops must not be empty"),
@@ -333,7 +332,7 @@ def test_values_out_of_their_range_are_refused(module, arguments, message):
 @pytest.mark.parametrize("module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate"])
 def test_every_program_takes_the_presets_that_its_help_lists(module):
     config = program_config(module)
-    for name in preset_names("model"):
+    for name in yaml_names(CONFIG_ROOT / "model"):
         assert name in describe(config)
         assert parse(config, [f"model={name}"]).model.name == name
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.run.config import describe_options, parse, run_program, to_yaml
+from experiments.run.config import describe_options, parse, run_program, to_yaml, yaml_names
 from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
-from experiments.study.definition import load_study, study_names
+from experiments.study.definition import STUDIES, load_study
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.cost import study_costs
@@ -502,7 +502,7 @@ def test_a_study_of_tiny_models_asks_for_no_more_gpus_than_it_needs(cluster, gpu
     assert (found.gpus, found.minutes) == (gpus, load_cluster(cluster).resources("train").minutes)
 
 
-@pytest.mark.parametrize("name", sorted({*study_names()} - {"paper", "l1_sweep"}))
+@pytest.mark.parametrize("name", sorted({*yaml_names(STUDIES)} - {"paper", "l1_sweep"}))
 def test_only_the_papers_own_trainings_take_more_than_one_gpu(name):
     study = load_study(name)
     assert study.training_gpus == 1 or not (study.trainings or study.parts)

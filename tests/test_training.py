@@ -475,7 +475,7 @@ def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoin
     config = make() if finished else make("run.max_steps=1")
     run(config) if finished else stop(config)
     other = with_values(config, training={"seed": 1}, sparsity={"l1": 0.5})
-    said = r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5 here\)"
+    said = r"other options \(training.seed was 0, now 1; sparsity.l1 was 0.0, now 0.5\)"
     with pytest.raises(ConfigError, match=said):
         run(other)
     (config.run.folder / "config.yaml").unlink()
@@ -491,7 +491,7 @@ def test_a_checkpoint_that_was_copied_in_is_refused(make):
         stop(one)
     there = other.run.folder / "checkpoints" / "step_00000002"
     shutil.copytree(there, config.run.folder / "checkpoints" / there.name)
-    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.5 there, 0.0 here\)"):
+    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1 was 0.5, now 0.0\)"):
         run(config)
 
 

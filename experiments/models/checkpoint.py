@@ -128,6 +128,8 @@ def read_state(path: Path) -> dict[str, Any]:
     named = re.fullmatch(r"step_(\d{8,})", path.resolve().name)
     if named and step != int(named[1]):
         raise CheckpointError(f"{path / STATE} is damaged: its step is {shown(step)}")
+    if "science" in state:  # an option that was not there then had its default
+        state["science"] = science(TrainConfig()) | state["science"]
     return state
 
 

@@ -179,11 +179,6 @@ def value_name(key: str, value: object) -> str:
     return plain if key == "model" else f"{key.rpartition('.')[2]}_{plain}"
 
 
-def study_names() -> list[str]:
-    """The studies in this repository."""
-    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
-
-
 def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
     """The study `experiments/studies/<name>.yaml` (or of a file, when `name` is a path), with `option=value` arguments
     and its grid expanded.
