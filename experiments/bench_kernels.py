@@ -221,7 +221,7 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
             "mean_nnz": mean_nnz,
             "pattern": pattern.source,
             "seed": config.seed,
-            **_names(config),
+            **config.run.columns(PROGRAM),
         }
         count, tokens = len(alternatives), len(problem.x)
         log.info("%s, %s, %d tokens, %.1f non-zeros: %d alternatives", op, pattern.source, tokens, mean_nnz, count)
@@ -271,10 +271,6 @@ def _tuned(op: str, problem: Problem, config: BenchKernelsConfig) -> Iterator[Co
         yield part, [*alternatives, *absent], ""
 
 
-def _names(config: BenchKernelsConfig) -> dict[str, str]:
-    return {"study": config.run.study, "item": config.run.name(PROGRAM)}
-
-
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`.
 
@@ -298,12 +294,12 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
     ]
 
     def parts() -> Iterator[Rows]:
-        masks = _masks(config)
+        masks, names = _masks(config), config.run.columns(PROGRAM)
         intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
         shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
         for op in [op for op in CEILINGS if op in config.ops]:
             for tokens in config.tokens if op == "ceiling_matmul" else [None]:
-                yield [ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))]
+                yield [ceilings.ceiling_row(op, shape, tokens, config.timing, **names)]
         for done, (pattern, op) in enumerate(work):
             if report:
                 report(done, len(work), tokens=pattern.tokens)

@@ -131,7 +131,7 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
     batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
     gatherer = gather(subject, batches, config, report)
     error, tokens = gatherer.check(), gatherer.layers[0].tokens
-    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+    names = config.run.columns(PROGRAM)
     columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
     _write_tables(gatherer, subject, names, folder)
     write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)

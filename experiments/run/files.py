@@ -36,11 +36,8 @@ def storage_errors(path: Path, what: str) -> Iterator[None]:
         if not isinstance(error, OSError) or error.errno in FULL_DISK:
             existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
             free = f" ({shutil.disk_usage(existing).free / 1e9:.3f} GB free)"
-        raise StorageError(f"cannot write {what} at {_short(path)}: {said}{free}") from error
-
-
-def _short(path: Path) -> str:
-    return str(path) if len(str(path)) < 300 else shown(str(path))
+        place = str(path) if len(str(path)) < 300 else shown(str(path))
+        raise StorageError(f"cannot write {what} at {place}: {said}{free}") from error
 
 
 def make_folder(path: Path, what: str) -> None:

@@ -42,6 +42,10 @@ class OutputConfig:
     def name(self, program: str) -> str:
         return self.item or program
 
+    def columns(self, program: str) -> dict[str, str]:
+        """The columns of a result row that name the measurement."""
+        return {"study": self.study, "item": self.name(program)}
+
 
 def results_folder(config: Any, program: str) -> Path:
     """Make the folder of a measurement, `config.run.folder(program)`. Rows that were measured there with other options
