@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.run.config import entry, option, section
@@ -122,6 +121,7 @@ def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
     """Gather, and write rows and tables into the folder of the run."""
     from experiments.models.subject import load_subject
+    from experiments.nonzeros.tables import tables
 
     device = device_of(config.device)
     folder = results_folder(config, PROGRAM)
@@ -133,14 +133,6 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
     error, tokens = gatherer.check(), gatherer.layers[0].tokens
     names = config.run.columns(PROGRAM)
     columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
-    _write_tables(gatherer, subject, names, folder)
-    write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
-    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
-
-
-def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
-    from experiments.nonzeros.tables import tables
-
     tokenizer = subject.loaded.tokenizer
     assert tokenizer is not None  # the text was read with it
     common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
@@ -151,6 +143,8 @@ def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], f
             for column, value in reversed(common.items()):
                 table.insert(0, column, value)
             table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
+    write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
+    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
 
 
 if __name__ == "__main__":
