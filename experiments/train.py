@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from experiments.run.config import entry, load_config, save_config
 from experiments.run.errors import ConfigError, DataError
@@ -24,6 +25,12 @@ from experiments.run.locks import exclusive
 from experiments.run.results import read_rows
 from experiments.run.signals import stop_requests
 from experiments.run.train_config import TrainConfig, micro_batch_size, science, science_differences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from experiments.data.batches import Tokens
+    from experiments.run.distributed import Processes
 
 ROWS = "rows.csv"
 log = logging.getLogger(__name__)
@@ -39,8 +46,6 @@ def main(config: TrainConfig) -> None:
     """
     import torch
 
-    from experiments.data.batches import prepare_text
-    from experiments.data.token_files import SPLITS
     from experiments.models.checkpoint import CONFIG, TOKENIZER
     from experiments.models.llama import check_backend
     from experiments.run.distributed import processes
@@ -60,10 +65,7 @@ def main(config: TrainConfig) -> None:
         check_trackers(config.run.log)
         if group.device.type == "cpu" and precision is torch.bfloat16:
             log.info("a CPU without AVX-512 is over ten times as fast with training.precision=float32")
-        # The first process makes the token files, the others find them; one a machine checks them.
-        with group.first_goes_first():
-            splits = SPLITS if group.first_of_machine else ()
-            tokenizer, tokens = prepare_text(config.data, config.model.vocab_size, splits)
+        tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
             trainer.restore()
             if group.first:
@@ -111,6 +113,15 @@ def _is_finished(config: TrainConfig) -> bool:
     if now := changed_source(config.data, before := state.get("source")):
         raise trained_on_other_text(config, before, now)
     return True
+
+
+def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
+    """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
+    from experiments.data.batches import prepare_text
+    from experiments.data.token_files import SPLITS
+
+    with group.first_goes_first():
+        return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
 
 
 def by_hand(config: TrainConfig) -> None:
