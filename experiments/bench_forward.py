@@ -22,7 +22,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from experiments.bench.options import (
     DENSE_FORMS,
@@ -116,8 +116,7 @@ def _rows(
     ids_BS = ids_BS[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     name = subject.name
-    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
-    columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
+    columns = {**config.run.columns(PROGRAM), **subject.columns, "tokens": ids_BS.numel()}
     plain = [name for name in config.backends if Name.of(name).plain]
     alternatives = decoder_alternatives(decoder, config.dense, plain)
     columns |= {"op": f"model_forward{on}", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}

@@ -70,7 +70,7 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
 
     subject.check_length(config.prompt + config.new_tokens, "prompt+new_tokens")
     prompt_BP = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
-    names = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "generate", "pattern": subject.name}
+    names = {**config.run.columns(PROGRAM), "op": "generate", "pattern": subject.name}
     for batch in config.batch:
         generation = Generation(subject.model, prompt_BP[:batch], config.new_tokens)
         alternatives = generation.alternatives(config.dense, config.backends)

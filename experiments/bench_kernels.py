@@ -185,7 +185,7 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
         if masks := _masks(config):
             for layer in config.layers or masks.layers():
                 yield Pattern(
-                    f"{masks.run}/layer{layer}",
+                    f"{masks.item}/layer{layer}",
                     tokens,
                     lambda layer=layer, tokens=tokens: problem_from_mask(  # type: ignore[misc]
                         masks.load(layer), tokens, config.hidden, **common
@@ -221,7 +221,7 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
             "mean_nnz": mean_nnz,
             "pattern": pattern.source,
             "seed": config.seed,
-            **_names(config),
+            **config.run.columns(PROGRAM),
         }
         count, tokens = len(alternatives), len(problem.x)
         log.info("%s, %s, %d tokens, %.1f non-zeros: %d alternatives", op, pattern.source, tokens, mean_nnz, count)
@@ -271,21 +271,6 @@ def _tuned(op: str, problem: Problem, config: BenchKernelsConfig) -> Iterator[Co
         yield part, [*alternatives, *absent], ""
 
 
-def _names(config: BenchKernelsConfig) -> dict[str, str]:
-    return {"study": config.run.study, "item": config.run.name(PROGRAM)}
-
-
-def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[dict[str, Any]]:
-    from experiments.timing import ceilings
-
-    masks = _masks(config)
-    intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
-    shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
-    for op in [op for op in CEILINGS if op in config.ops]:
-        for tokens in config.tokens if op == "ceiling_matmul" else [None]:
-            yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))
-
-
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`.
 
@@ -293,28 +278,34 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
         ConfigError: of the backends named, none can run on the CPU that is all there is.
     """
     from experiments.bench.feedforward import unavailable
+    from experiments.timing import ceilings
 
     device = device_of(config.device)
     reasons = [unavailable(name, device) for name in config.backends]
     if device.type == "cpu" and reasons and all(reasons):
         raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
     ops = [op for op in config.ops if op not in CEILINGS and config.runs(op)]
-    with results_folder(config, PROGRAM) as folder:
-        work = [
-            (pattern, op)
-            for pattern in patterns(config, device)
-            for op in ops
-            if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
-        ]
+    folder = results_folder(config, PROGRAM)
+    work = [
+        (pattern, op)
+        for pattern in patterns(config, device)
+        for op in ops
+        if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
+    ]
 
-        def parts() -> Iterator[Rows]:
-            yield from ([row] for row in _ceiling_rows(config, device))
-            for done, (pattern, op) in enumerate(work):
-                if report:
-                    report(done, len(work), tokens=pattern.tokens)
-                yield measure(pattern, op, config, device)
+    def parts() -> Iterator[Rows]:
+        masks, names = _masks(config), config.run.columns(PROGRAM)
+        intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
+        shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
+        for op in [op for op in CEILINGS if op in config.ops]:
+            for tokens in config.tokens if op == "ceiling_matmul" else [None]:
+                yield [ceilings.ceiling_row(op, shape, tokens, config.timing, **names)]
+        for done, (pattern, op) in enumerate(work):
+            if report:
+                report(done, len(work), tokens=pattern.tokens)
+            yield measure(pattern, op, config, device)
 
-        write_as_measured(folder, parts(), config)
+    write_as_measured(folder, parts(), config)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Workload:
 
     def columns(self, batch: int) -> dict[str, Any]:
         """Columns that all rows of steps with this micro-batch share."""
-        names = {"study": self.config.run.study, "item": self.config.run.name(PROGRAM), "pattern": self.subject.name}
+        names = {**self.config.run.columns(PROGRAM), "pattern": self.subject.name}
         counted = {"mean_nnz": self.step.mean_nonzeros(self.tokens(batch)), "l1": self.l1}
         return {"op": "model_training", **names, **self.subject.columns, **counted}
 

@@ -171,20 +171,20 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     # One line for every item that is longer than the model's sequence, and more: too much to read.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = device_of(config.device)
-    with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, device)
-        lm = language_model(subject, config.batch) if config.tasks else None
-        columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
-        protocol = task_protocol(config.tasks, config.limit)
-        columns |= {"pattern": subject.name, **subject.columns}
-        value, tokens = cross_entropy(subject, config)
-        rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
-        log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
-        if report:
-            report(1, 2, cross_entropy=value)
-        scores, absent = score_tasks(lm, config) if lm else ({}, dict.fromkeys(TASKS, NO_TASKS))
-        rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
-        write_results(folder, rows, config)
+    folder = results_folder(config, PROGRAM)
+    subject = load_subject(config.checkpoint, device)
+    lm = language_model(subject, config.batch) if config.tasks else None
+    columns = {**config.run.columns(PROGRAM), "op": "evaluate", "device": device}
+    protocol = task_protocol(config.tasks, config.limit)
+    columns |= {"pattern": subject.name, **subject.columns}
+    value, tokens = cross_entropy(subject, config)
+    rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
+    log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
+    if report:
+        report(1, 2, cross_entropy=value)
+    scores, absent = score_tasks(lm, config) if lm else ({}, dict.fromkeys(TASKS, NO_TASKS))
+    rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
+    write_results(folder, rows, config)
     for name, result in scores.items():
         log.info("%s: %.1f%% (normalised %s) of %d items", name, result.accuracy, result.accuracy_norm, result.items)
     if config.tasks and absent:

@@ -13,16 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.run.config import entry, option, section
-from experiments.run.errors import ConfigError
 from experiments.run.files import storage_errors
 from experiments.run.output import OutputConfig, Rows, device_of, device_option, results_folder, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import LARGEST_SIZE, TEXT_SOURCE
-from twell.names import check_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +64,6 @@ class GatherConfig:
         unit="tokens",
         minimum=0,
     )
-    backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_name)
     device: str = device_option()
     run: OutputConfig = section(OutputConfig, "where results go")
 
@@ -125,46 +121,18 @@ def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
     """Gather, and write rows and tables into the folder of the run."""
     from experiments.models.subject import load_subject
-
-    device = device_of(config.device)
-    with results_folder(config, PROGRAM) as folder:
-        subject = load_subject(config.checkpoint, device)
-        _choose_backend(subject, config.backend)
-        if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
-            log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
-        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
-        gatherer = gather(subject, batches, config, report)
-        error, tokens = gatherer.check(), gatherer.layers[0].tokens
-        names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
-        columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
-        _write_tables(gatherer, subject, names, folder)
-        write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
-    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
-
-
-def _choose_backend(subject: Subject, backend: str) -> None:
-    """Raises `ConfigError` for one that cannot run the model's blocks."""
-    from twell import feed_forward_blocks
-    from twell.registry import why_not
-
-    shape = subject.loaded.config
-    reason = why_not(
-        backend,
-        device=subject.model.device,
-        dtype=subject.model.dtype,
-        hidden=shape.hidden_size,
-        intermediate=shape.intermediate_size,
-        gated=shape.gated,
-    )
-    if reason is not None:
-        raise ConfigError(f"backend={backend}: it cannot run {subject.name} here: {reason}")
-    for block in feed_forward_blocks(subject.model):  # none of a model with SiLU
-        block.plan = backend
-
-
-def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
     from experiments.nonzeros.tables import tables
 
+    device = device_of(config.device)
+    folder = results_folder(config, PROGRAM)
+    subject = load_subject(config.checkpoint, device)
+    if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
+        log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
+    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
+    gatherer = gather(subject, batches, config, report)
+    error, tokens = gatherer.check(), gatherer.layers[0].tokens
+    names = config.run.columns(PROGRAM)
+    columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
     tokenizer = subject.loaded.tokenizer
     assert tokenizer is not None  # the text was read with it
     common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
@@ -175,6 +143,8 @@ def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], f
             for column, value in reversed(common.items()):
                 table.insert(0, column, value)
             table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
+    write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
+    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
 
 
 if __name__ == "__main__":

@@ -46,9 +46,10 @@ def main(config: TrainConfig) -> None:
     """
     import torch
 
+    from experiments.models.checkpoint import CONFIG, TOKENIZER
     from experiments.models.llama import check_backend
     from experiments.run.distributed import processes
-    from experiments.timing.products import SLOW, bfloat16_slowdown
+    from experiments.run.environment import describe_environment
     from experiments.training.trackers import check_trackers
     from experiments.training.trainer import Trainer
 
@@ -62,15 +63,17 @@ def main(config: TrainConfig) -> None:
         if (config.execution.micro_batch or 0) > micro_batch and group.first:
             log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
         check_trackers(config.run.log)
-        may_be_slow = group.device.type == "cpu" and precision is torch.bfloat16
-        if group.first and may_be_slow and (slowdown := bfloat16_slowdown()) > SLOW:
-            advice = "training.precision=float32 avoids that"
-            log.warning("this CPU multiplies bfloat16 %.0f times more slowly than float32; %s", slowdown, advice)
+        if group.device.type == "cpu" and precision is torch.bfloat16:
+            log.info("a CPU without AVX-512 is over ten times as fast with training.precision=float32")
         tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
             trainer.restore()
             if group.first:
-                _describe_run(config, group, tokenizer)
+                folder = config.run.folder
+                with storage_errors(folder, "run"):
+                    tokenizer.save_pretrained(folder / TOKENIZER)
+                save_config(config, folder / CONFIG)
+                write_json(folder / "environment.json", describe_environment(group.device), "environment")
             trainer.run(request)
 
 
@@ -115,22 +118,10 @@ def _is_finished(config: TrainConfig) -> bool:
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
     from experiments.data.batches import prepare_text
-    from experiments.data.shards import SPLITS
+    from experiments.data.token_files import SPLITS
 
     with group.first_goes_first():
         return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
-
-
-def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write options, environment and tokenizer into the run's folder."""
-    from experiments.models.checkpoint import CONFIG, TOKENIZER
-    from experiments.run.environment import describe_environment
-
-    folder = config.run.folder
-    with storage_errors(folder, "run"):
-        tokenizer.save_pretrained(folder / TOKENIZER)
-    save_config(config, folder / CONFIG)
-    write_json(folder / "environment.json", describe_environment(group.device), "environment")
 
 
 def by_hand(config: TrainConfig) -> None:

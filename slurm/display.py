@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
@@ -37,7 +35,7 @@ COLOURS = {
 }
 ORDER = list(COLOURS)
 Line = dict[str, str]  # one item of the table: a cell for each of `COLUMNS`
-TABLE_SECONDS, LINES_SECONDS = 1.0, 20.0
+SECONDS = 20.0  # between two reports of what runs on this machine
 TRUSTED_SECONDS = 60.0  # so much is taken to have gone as expected: the first minute says little of the rest
 CAPTION = "held-out: cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
 TIMES = "forward, training: throughput of the fastest sparse backend over dense in the same run"
@@ -86,7 +84,8 @@ def summary(name: str, states: Iterable[State]) -> str:
 def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
     """The lines as a table of at most `room` rows."""
     first = lines if room is None else lines[: max(1, room)]
-    columns = _filled(first)
+    # Those in which some line has anything; item and state are always there.
+    columns = [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in first)]
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
         width = max(len(text) for text in (column, *(line[column] for line in first)))
@@ -100,78 +99,42 @@ def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
     return made
 
 
-def plain(title: str, lines: Sequence[Line]) -> str:
-    """The lines as text in columns, for logs and pipes."""
-    columns = _filled(lines)
-    rows = [columns, *([line[column] for column in columns] for line in lines)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([title, *text])
-
-
-def _filled(lines: Sequence[Line]) -> list[str]:
-    """The columns in which some line has anything; item and state are always there."""
-    return [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in lines)]
-
-
 class Display:
-    """Progress of the items that run, and how long the study will take. Used as a context manager around the run.
+    """Progress of the items that run, and how long the study will take.
 
     Args:
         name: of the study.
         expected: by item that is to be run, the seconds it is expected to take.
         steps: by training, its optimizer steps.
-        say: prints a line where there is no terminal.
+        say: prints a line.
     """
 
     def __init__(
         self, name: str, expected: Mapping[str, float], steps: Mapping[str, int], say: Callable[[str], None]
     ) -> None:
-        self._name, self._expected, self._steps, self._print = name, expected, steps, say
-        self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._terminal = self._console.is_terminal
+        self._name, self._expected, self._steps, self.say = name, expected, steps, say
         self._began = self._shown = time.monotonic()
         self._states = dict.fromkeys(expected, State.TODO)
         self._started: dict[str, float] = {}
-
-    def __enter__(self) -> Display:
-        if self._terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        if self._terminal:
-            self._console.print(escape(text), highlight=False, soft_wrap=True)
-        else:
-            self._print(text)
 
     def ended(self, item: Item, state: State) -> None:
         self._states[item.name] = state
 
     def show(self, running: Sequence[Item]) -> None:
-        """Show how far the running items are, if some time has passed since the last call that did."""
+        """Say how far the running items are, if some time has passed since the last call that did."""
         now = time.monotonic()
         for item in running:
             self._started.setdefault(item.name, now)
-        if now - self._shown < (TABLE_SECONDS if self._terminal else LINES_SECONDS):
+        if now - self._shown < SECONDS:
             return
         self._shown = now
         lines = [line_of(ItemState(item, State.RUNNING), self._steps.get(item.name)) for item in running]
         states = self._states | {item.name: State.RUNNING for item in running}
         elapsed = now - self._began
-        title = f"{summary(self._name, states.values())}, {duration(elapsed)}{self._left(elapsed, lines)}"
-        if self._terminal:
-            self._live.update(table(title, lines, self._console.height - 4), refresh=True)
-            return
-        self._print(f"-- {title}")
+        self.say(f"-- {summary(self._name, states.values())}, {duration(elapsed)}{self._left(elapsed, lines)}")
         for line in lines:
             values = [f"{name} {line[name]}" for name in SHOWN if line[name]]
-            self._print("    ".join(["", line["item"], ", ".join(values)]).rstrip())
+            self.say("    ".join(["", line["item"], ", ".join(values)]).rstrip())
 
     def _left(self, elapsed: float, lines: Sequence[Line]) -> str:
         """The time left: the expected seconds of what is not made, by how long those made took, side by side."""
@@ -193,11 +156,13 @@ class Display:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def results_table(graph: Graph) -> Table:
+def results_table(graph: Graph) -> str:
     """One line for each training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse
-    backend over dense in the same run; without columns of which nothing was measured."""
+    backend over dense in the same run; without columns of which nothing was measured, empty without results."""
+    import pandas as pd
+
     rows = {name: item.rows() for name, item in graph.items.items()}
-    lines = []
+    lines = {}
     for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
         training, neurons = rows[name], rows[name][0]["intermediate"]
         nonzeros, dead = (_value(training, metric=metric, layer=None) for metric in ("nonzeros", "dead_fraction"))
@@ -211,16 +176,12 @@ def results_table(graph: Graph) -> Table:
             "training": ("x{:.2f}", _best_ratio(rows.get("bench_training", []), op="model_training", pattern=name)),
         }
         filled = {column: form.format(value) for column, (form, value) in cells.items() if value is not None}
-        lines.append({"model": name} | dict.fromkeys(cells, "") | filled)
-    columns = [name for name in (lines[0] if lines else ()) if any(line[name] for line in lines)]
-    made = Table(title="\nResults", title_justify="left", box=None, header_style="bold", pad_edge=False)
-    made.caption = "; ".join([CAPTION, *([TIMES] if {"forward", "training"} & {*columns} else [])])
-    made.caption_justify = "left"
-    for column in columns:
-        made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
-    for line in lines:
-        made.add_row(*(line[name] or "-" for name in columns))
-    return made
+        lines[name] = dict.fromkeys(cells) | filled
+    if not lines:
+        return ""
+    frame = pd.DataFrame.from_dict(lines, orient="index").dropna(axis=1, how="all").fillna("-")
+    caption = "; ".join([CAPTION, *([TIMES] if {"forward", "training"} & {*frame.columns} else [])])
+    return f"\nResults\n{frame.to_string()}\n{caption}"
 
 
 def _matching(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:

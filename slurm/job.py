@@ -46,6 +46,7 @@ WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
 REQUEUE_PAUSES = (2.0, 5.0, 10.0, 20.0)
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
+AGAIN = "{}: the same command starts it again"  # of the signal's name
 
 
 class OutOfTime(RunError):
@@ -81,8 +82,11 @@ class ItemJob(Checkpointable):
         # died would block the same job on another one.
         free = job.cluster == "slurm" or job.global_rank > 0
         alone = contextlib.nullcontext() if free else exclusive(self.item.folder, "item")
+        # Those that end an item that is not a training, or a training that has not set its own handlers yet: the one
+        # that is sent before the time limit, and on this machine SIGTERM, which submitit, and so SLURM's jobs, ignore.
+        signals = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
         try:
-            with reports.failing(), alone, _stoppable(job), _not_left_alone(self.item, job):
+            with reports.failing(), alone, stop_requests(signals, AGAIN), _not_left_alone(self.item, job):
                 os.chdir(self.directory)
                 log.info("$ %s", self.item.command())  # from here on signals end it
                 made_from = {need.name: need.digest() for need in self.needs}
@@ -190,13 +194,6 @@ def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-def _stoppable(job: JobEnvironment) -> contextlib.AbstractContextManager:
-    """Let signals end an item that is not a training, or a training that has not set its own handlers yet: the one that
-    is sent before the time limit, and on this machine SIGTERM. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
-    signals = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
-    return stop_requests(signals, "{}: the same command starts it again")
 
 
 class _Reports:

@@ -22,11 +22,12 @@ from experiments.run.locks import is_held
 from experiments.study.definition import load_study
 from experiments.study.graph import State
 from slurm import scheduler
-from slurm.display import ORDER, Line, line_of, plain, summary, table
+from slurm.display import ORDER, Line, line_of, summary, table
 from slurm.records import RUNS, note_submitted, read_launcher, read_submission, submitted_studies
 from slurm.states import ALIVE, ItemState, item_states
 
 TRACEBACKS = 5
+LOG_WIDTH = 1000  # characters: a line in a log or a pipe may be as long as it is
 # Between two looks at a log; at the state of jobs, for which the scheduler is asked; at jobs that are cancelled.
 READ_SECONDS, STATE_SECONDS, POLL_SECONDS = 0.5, 10.0, 3.0
 _BLOCK_BYTES = 1 << 16
@@ -92,7 +93,9 @@ def status(config: StatusConfig) -> None:
     console = Console()
     title, rows, states = lines(config.folder)
     if not console.is_terminal:
-        print("\n\n".join(filter(None, [plain(title, rows), tracebacks(states)])))
+        console = Console(width=LOG_WIDTH)
+        console.print(table(title, rows, None))
+        console.print(tracebacks(states), markup=False, highlight=False)
         return
     live = Live(console=console, auto_refresh=False, vertical_overflow="visible" if config.all else "crop")
     with live, contextlib.suppress(KeyboardInterrupt):  # the usual way to leave a live table

@@ -191,11 +191,6 @@ class Report:
     config: str = ""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the job cannot begin again by itself, as one may that was stopped or killed."""
-        return self.state in ("done", "failed")
-
-    @property
     def seconds(self) -> float | None:
         """The duration of the job; None before its end."""
         if not self.ended:

@@ -59,7 +59,9 @@ def item_states(
     for name, item in graph.items.items():
         job, report = jobs.get(name), read_report(item.folder)
         states[name] = ItemState(item, *results[name], job, report=report)
-        is_over = report is not None and report.has_ended and (job is None or job.job == report.job)
+        # A job that was stopped or killed may begin again by itself.
+        has_ended = report is not None and report.state in ("done", "failed")
+        is_over = report is not None and has_ended and (job is None or job.job == report.job)
         if not (is_over and states[name].state is State.DONE):
             unsettled[name] = states[name]
     slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]

@@ -31,35 +31,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from submitit.helpers import environment_variables
 
 from analysis import check
 from experiments.data.selection import select_files
-from experiments.run.config import describe_options, load_config, nearest, option_types, run_program
+from experiments.run.config import describe_options, load_config, nearest, option_types, run_program, yaml_names
 from experiments.run.errors import ConfigError, DataError, RunError
 from experiments.run.files import write_atomic
 from experiments.run.locks import exclusive
-from experiments.run.train_config import TrainConfig, micro_batch_size
+from experiments.run.train_config import TrainConfig, micro_batch_size, science, science_differences
 from experiments.study.definition import (
     DEFAULT_SECONDS,
+    STUDIES,
     StudyConfig,
     command_items,
     load_study,
     naming_study,
     study_graph,
-    study_names,
-    value_name,
 )
 from experiments.study.graph import (
     PREPARE,
     Graph,
     Item,
     State,
-    check_arguments,
     config_difference,
     config_of,
-    difference,
 )
 from experiments.training.trackers import check_trackers
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
@@ -136,7 +132,8 @@ def read_request(arguments: Sequence[str]) -> Request:
             study = load_study(named["study"], [argument for argument in rest if not argument.startswith("study=")])
             graph = study_graph(study)
             names = list((graph.select(study.only) if study.only else graph).items)
-            configs = check_arguments(graph.items.values())
+            # As their programs will, so that a mistake shows before anything waits in a queue.
+            configs = {item.name: config_of(item) for item in graph.items.values()}
         name, folder, items = study.name, study.folder, list(graph.items.values())
         if study.training_gpus is not None:
             cluster = cluster.with_training_gpus(study.training_gpus)
@@ -292,9 +289,9 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
     else:
         return
     asked = config_of(item)
-    if asked is not None and (change := difference(earlier, asked)) is not None:
-        other = "runs=FOLDER" if is_study else f"run.item={item.name}_{value_name(change.key, change.now)}"
-        raise ConfigError(f"{what}: {change}. Give {other}")
+    if asked is not None and (differences := science_differences(science(earlier), science(asked))):
+        other = "runs=FOLDER" if is_study else "another run.item"
+        raise ConfigError(f"{what}: {differences}. Give {other}")
 
 
 # --- on this machine --------------------------------------------------------------------------------------------------
@@ -309,13 +306,12 @@ def _run_here(request: Request, submission: Submission, names: list[str], say: C
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
         by_kind = study.seconds if study is not None else {}
         expected = {name: by_kind.get(graph.items[name].kind, DEFAULT_SECONDS) for name in names}
-        with Display(request.name, expected, submission.steps, say) as display:
-            failed = LocalQueue(folder, graph, request.cluster, snapshot, submission.directory, display).run(names)
+        display = Display(request.name, expected, submission.steps, say)
+        failed = LocalQueue(folder, graph, request.cluster, snapshot, submission.directory, display).run(names)
         say(f"{duration(time.time() - began)} in all")
     if study is not None:
-        if (table := results_table(graph)).row_count:
-            # In a log file a line may be as long as it is.
-            Console(width=None if sys.stdout.isatty() else 160).print(table)
+        if text := results_table(graph):
+            say(text)
         places = {
             "tables and figures": study.output / "index.html",
             "executed notebooks": study.folder / "notebooks",
@@ -343,7 +339,7 @@ def is_as_committed(study: StudyConfig) -> bool:
     from analysis.load import FIGURES
     from analysis.read import read_rows
 
-    if study.only or study.name not in study_names():
+    if study.only or study.name not in yaml_names(STUDIES):
         return False
     committed_study = load_study(study.name)
     if any(getattr(study, name) != getattr(committed_study, name) for name in ("data", "kinds", "trainings")):
@@ -450,11 +446,10 @@ def _show(request: Request, items: Sequence[Item], queued: Mapping[str, str], sa
 
 def help_text() -> str:
     """The text of `--help`."""
-    clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
-    studies = ", ".join(study_names())
     fields = {"cluster": describe_options(ClusterConfig), "study": describe_options(StudyConfig)}
     listed = "\n\n".join(f"Fields of a {name}:\n{text}" for name, text in fields.items())
-    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\n{listed}"
+    names = f"clusters: {', '.join(yaml_names(CLUSTERS))}\nstudies: {', '.join(yaml_names(STUDIES))}"
+    return f"{__doc__}\n{names}\n\n{listed}"
 
 
 def main(arguments: Sequence[str]) -> None:

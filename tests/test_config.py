@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 from tiny_run import with_values
 
 from analysis.schema import MODIFICATIONS
@@ -20,10 +19,10 @@ from experiments.run.config import (
     load_config,
     option,
     parse,
-    preset_names,
     save_config,
     section,
     to_dict,
+    yaml_names,
 )
 from experiments.run.errors import ConfigError, DataError, Stopped
 from experiments.run.train_config import (
@@ -224,7 +223,7 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
     assert parse(TrainConfig, []) == parse(TrainConfig, ["model=0.5b"])
 
 
-@pytest.mark.parametrize("name", preset_names("model"))
+@pytest.mark.parametrize("name", yaml_names(CONFIG_ROOT / "model"))
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
     assert config == load_config(TrainConfig, CONFIG_ROOT / "model" / f"{name}.yaml")
@@ -310,7 +309,6 @@ CHECKPOINT = "checkpoint=run"
         ("gather_nonzeros", [], "checkpoint must not be empty"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
-        ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
         ("evaluate", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
         ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
         ("bench_kernels", ["ops=[]"], "ops must not be empty"),
@@ -337,7 +335,7 @@ def test_values_out_of_their_range_are_refused(module, arguments, message):
 @pytest.mark.parametrize("module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate"])
 def test_every_program_takes_the_presets_that_its_help_lists(module):
     config = program_config(module)
-    for name in preset_names("model"):
+    for name in yaml_names(CONFIG_ROOT / "model"):
         assert name in describe(config)
         assert parse(config, [f"model={name}"]).model.name == name
 
@@ -403,16 +401,3 @@ def test_every_program_explains_its_options(module):
         depths = [key.count(".") for key in single if key.startswith(f"{group}.")]
         assert depths == sorted(depths), "an option after a section would be taken for one of the section"
     assert not any("." not in key for key in single[sum("." not in key for key in single) :]), "top-level options first"
-
-
-def test_options_that_earlier_runs_had_are_left_out_of_their_files(tmp_path):
-    path = tmp_path / "config.yaml"
-    save_config(TrainConfig(), path)
-    values = yaml.safe_load(path.read_text())
-    values["execution"]["sparse"] |= {"to_sparse_below": 0.8, "to_dense_above": 1.5}
-    path.write_text(yaml.safe_dump(values))
-    assert load_config(TrainConfig, path) == TrainConfig()
-    values["execution"]["sparse"]["to_sparse_above"] = 0.8
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"unknown option 'execution\.sparse\.to_sparse_above'"):
-        load_config(TrainConfig, path)

@@ -1,22 +1,16 @@
 """Text sources, tokenizers, token files, and the order in which tokens are trained on."""
 
-import functools
 import gzip
 import hashlib
 import importlib
 import io
 import json
 import lzma
-import multiprocessing
-import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
-from concurrent.futures import Future
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +20,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from experiments.data import batches, encode, shards, sources
+from experiments.data import batches, sources, token_files
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
-from experiments.data.encode import Encoder, chunk_pattern
 from experiments.data.held_out import document_share
-from experiments.data.sources import open_source
+from experiments.data.sources import open_texts
 from experiments.data.token_files import Header
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
-from experiments.run.errors import ConfigError, DataError, RunError, StorageError
+from experiments.run.errors import ConfigError, DataError, StorageError
 from experiments.run.files import storage_errors
 from experiments.run.train_config import DataConfig
 
@@ -60,6 +51,11 @@ def corpus(tmp_path):
 @pytest.fixture
 def config(corpus, tmp_path):
     return DataConfig(source=f"path:{corpus}", cache_dir=str(tmp_path / "cache"), validation_share=0.2)
+
+
+def open_source(specification, **options):
+    with tempfile.TemporaryDirectory() as cache:
+        return open_texts(specification, **{"text_field": "text", "cache_dir": cache} | options)[0]
 
 
 def documents(specification, **options):
@@ -265,15 +261,15 @@ def test_the_commit_of_a_data_set_is_asked_for_once(tmp_path, hub, caplog):
 def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
     commit = "0123456789abcdef" * 2 + "01234567"
     place = {"cache_dir": str(tmp_path)}
-    (tmp_path / "commits").mkdir()
-    sources._note_of_commit("some/text", "", str(tmp_path)).write_text(json.dumps({"commit": commit}))
+    open_source("hf:some/text", **place)
+    (note,) = (tmp_path / "commits").iterdir()
+    note.write_text(json.dumps({"commit": commit}))
     for rest in ("", ":part", "@test", ":part@test", "@train[:10%]"):
         named = open_source(f"hf:some/text@{commit}:{rest.removeprefix(':')}")
         assert named.key == open_source(f"hf:some/text{rest}", **place).key
-    assert hub == []
     branch = open_source("hf:some/text@refs/pr/1:part", **place)
     assert branch.key == open_source("hf:some/text@refs/pr/1:part", **place).key
-    assert hub == ["refs/pr/1"]
+    assert hub == [None, "refs/pr/1"]
     with pytest.raises(DataError, match=r"hf:NAME@REVISION:\[CONFIG\]\[@SPLIT\], got hf:@test"):
         open_source("hf:@test")
 
@@ -603,75 +599,6 @@ def test_a_full_disk_while_a_tokenizer_is_kept_is_told(mounted, monkeypatch):
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
-# Everything that borders on something else in GPT-2's pattern, and characters that only look like it.
-CHARACTERS = "aZq 09.,('\"_\n\r\t\x0b\x0c\x00\x1f\x7f\x85\xa0\u2003\u200béßА漢٣²½🙂ſ’"
-
-
-def split_like(*steps):
-    """A tokenizer with merges between all kinds of characters, so that a wrong border shows."""
-    draw = random.Random(0)
-    texts = ["".join(draw.choices(CHARACTERS + " " * 20, k=50)) for _ in range(3000)]
-    tokenizer = Tokenizer.from_str(train_bpe(texts, 3000).to_str())
-    tokenizer.encode_special_tokens = True
-    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(list(steps))
-    return tokenizer
-
-
-SPLITS = {
-    "gpt2": split_like(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "digits": split_like(pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "prefixed": split_like(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "whitespace": split_like(pre_tokenizers.Whitespace()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPLITS)
-@settings(max_examples=300, deadline=None)
-@given(text=st.text(st.sampled_from(CHARACTERS), max_size=60) | st.text(max_size=30))
-def test_fast_encoding_is_exact(name, text):
-    tokenizer = SPLITS[name]
-    assert ids_of(Encoder(tokenizer, "uint16").encode([text])) == [tokenizer.encode(text).ids]
-
-
-def ids_of(encoded):
-    return [numpy.frombuffer(ids, dtype="<u2").tolist() for ids in encoded]
-
-
-@pytest.mark.parametrize(
-    ("name", "fast"), [("gpt2", True), ("digits", True), ("prefixed", False), ("whitespace", False)]
-)
-def test_which_tokenizers_are_encoded_by_chunks(name, fast):
-    assert (chunk_pattern(json.loads(SPLITS[name].to_str())) is not None) == bool(fast)
-
-
-def test_a_normalizer_or_extra_tokens_forbid_chunks():
-    for change in ({"normalizer": {"type": "NFC"}}, {"added_tokens": [{"id": 0, "content": "a b", "special": False}]}):
-        assert chunk_pattern({**json.loads(SPLITS["gpt2"].to_str()), **change}) is None
-
-
-def test_fast_encoding_of_the_standard_library(monkeypatch):
-    monkeypatch.setattr(encode, "_MANY_CORES", 1 << 30)
-    monkeypatch.setattr(encode, "_CACHE_ENTRIES", 1000)
-    monkeypatch.setattr(encode, "_CACHED_CHARACTERS", 8)
-    texts = list(open_source("stdlib").documents())[::20]
-    encoder = Encoder(SPLITS["gpt2"], "uint16")
-    for first in range(0, len(texts), 5):
-        part = texts[first : first + 5]
-        assert ids_of(encoder.encode(part)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(part)]
-        assert len(encoder._cache) <= 1000
-
-
-@pytest.mark.parametrize("cores", [1, 64])
-def test_many_cores_encode_without_the_dictionary_and_equally(monkeypatch, cores):
-    monkeypatch.setattr(encode.os, "sched_getaffinity", lambda process: set(range(cores)))
-    texts = list(open_source("stdlib").documents())[:20]
-    encoder = Encoder(SPLITS["gpt2"], "uint16")
-    assert ids_of(encoder.encode(texts)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(texts)]
-    assert bool(encoder._cache) == (cores == 1)
-    assert Encoder(SPLITS["gpt2"], "uint16", cores=64)._chunks is None, "whatever the machine has"
-
-
 # --- token files ------------------------------------------------------------------------------------------------------
 
 
@@ -709,129 +636,9 @@ def test_an_end_token_spelled_out_in_a_text_is_text(config):
 
 def test_small_batches_change_nothing(config, tmp_path, monkeypatch):
     first = prepare_tokens(config, bpe())
-    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(token_files, "_BATCH_CHARACTERS", 500)
     again = prepare_tokens(replace(config, cache_dir=str(tmp_path / "other")), bpe())
     assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
-
-
-@pytest.fixture
-def parallel(tmp_path, monkeypatch):
-    """A folder of seven shards, each worth a process."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
-    monkeypatch.setattr(shards, "_PARALLEL_BYTES", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(6):
-        write_lines(folder / f"{number}.jsonl.xz", TEXTS[10 * number : 10 * number + 10], lzma.open)
-    write_lines(folder / "empty.jsonl", [""])
-    return folder
-
-
-@pytest.mark.parametrize("own_validation", [False, True])
-def test_processes_write_the_same_token_files_as_one_alone(parallel, own_validation, tmp_path, monkeypatch):
-    """With budgets that end in the first, a middle and the last shard, and with none."""
-    used = []
-    in_processes = shards._in_processes
-    monkeypatch.setattr(shards, "_in_processes", lambda *given: used.append(1) or in_processes(*given))
-    tokenizer, own = bpe(), tmp_path / "own.jsonl"
-    write_lines(own, [f"{text} held out" for text in TEXTS[:7]])
-    place = {"source": f"path:{parallel}", "validation": f"path:{own}" if own_validation else ""}
-    for budget in (10, 1500, 3000, None):
-        found = []
-        for threshold in (1, 1 << 60):
-            monkeypatch.setattr(shards, "_PARALLEL_BYTES", threshold)
-            cache = tmp_path / f"{budget}-{threshold}"
-            prepare_tokens(
-                DataConfig(**place, cache_dir=str(cache), validation_share=0.2, max_tokens=budget), tokenizer
-            )
-            (folder,) = (cache / "tokens").iterdir()
-            found.append({file.name: file.read_bytes() for file in folder.iterdir()})
-        assert found[0] == found[1]
-        assert found[0].keys() == {"train.bin", "validation.bin", "header.json", "SHA256SUMS"}
-    assert len(used) == 4
-
-
-def refused_in_processes(folder, tmp_path, kind):
-    """The error of tokenizing these shards in processes; neither files nor processes are left."""
-    before = set(multiprocessing.active_children())
-    config = DataConfig(source=f"path:{folder}", cache_dir=str(tmp_path / "cache"), validation_share=0.2)
-    with pytest.raises(kind) as caught:
-        prepare_tokens(config, bpe())
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert set(multiprocessing.active_children()) <= before
-    return str(caught.value)
-
-
-def test_a_damaged_shard_is_named_by_the_process_that_reads_it(parallel, tmp_path):
-    path = parallel / "3.jsonl.xz"
-    path.write_bytes(path.read_bytes()[:-30])
-    said = refused_in_processes(parallel, tmp_path, DataError)
-    assert said.startswith(f"{path} is damaged")
-    assert "\n" not in said
-
-
-def with_stream(monkeypatch, *stream):
-    """In place of reading, the shards call this."""
-    monkeypatch.setattr(
-        batches,
-        "shards_of",
-        lambda *_, **__: [shards.Shard((functools.partial(*stream),), "train", size=1) for _ in range(4)],
-    )
-
-
-def test_a_process_that_is_killed_is_told_in_one_line(parallel, tmp_path, monkeypatch):
-    with_stream(monkeypatch, os._exit, 9)
-    said = refused_in_processes(parallel, tmp_path, RunError)
-    assert said.startswith("a process that tokenized was killed, perhaps for lack of memory")
-    assert "\n" not in said
-
-
-def test_ctrl_c_ends_the_processes_that_tokenize(parallel, tmp_path, monkeypatch):
-    with_stream(monkeypatch, time.sleep, 600)
-    waited = Future.result
-
-    def interrupted(future):
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        return waited(future)
-
-    monkeypatch.setattr(Future, "result", interrupted)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        refused_in_processes(parallel, tmp_path, KeyboardInterrupt)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_process_that_tokenizes_ends_with_its_parent():
-    code = (
-        "from experiments.data import shards; import os, time; shards._begin(1); print(1, flush=True); time.sleep(600)"
-    )
-    parent = (
-        "import multiprocessing, os, sys\n"
-        "if __name__ == '__main__':\n"
-        " process = multiprocessing.get_context('spawn').Process(target=exec, args=(sys.argv[1],))\n"
-        " process.start(); print(process.pid, flush=True); sys.stdin.read(1); os._exit(0)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", parent, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
-        assert program.stdout.readline().strip().isdigit()
-        assert program.stdout.readline() == "1\n"
-        program.stdin.write("x")
-        program.stdin.flush()
-        assert program.wait() == 0
-        assert program.stdout.read() == "", "the child has ended, too"
-
-
-def test_small_files_share_a_shard_and_little_text_starts_no_process(corpus, tmp_path, monkeypatch):
-    write_lines(corpus.parent / "more.jsonl", TEXTS)
-    (shard,) = shards.shards_of(open_source(f"path:{tmp_path}"), "train")
-    assert (len(shard.streams), shard.size) == (2, 2 * corpus.stat().st_size)
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
-    assert len(shards.shards_of(open_source(f"path:{tmp_path}"), "train")) == 2
-    monkeypatch.setattr(shards, "_in_processes", None)
-    prepare_tokens(DataConfig(source=f"path:{tmp_path}", cache_dir=f"{tmp_path}/cache"), bpe())
 
 
 def test_large_vocabularies_need_four_bytes(config):
@@ -986,7 +793,7 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
     for other in (replace(config, source=f"path:{empty}"), replace(config, validation=f"path:{empty}")):
         with pytest.raises(DataError, match=r"empty.jsonl has no text$"):
             prepare_tokens(other, bpe())
-    assert not Path(config.cache_dir).exists()
+    assert not [path for path in Path(config.cache_dir).rglob("*") if path.is_file()]
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

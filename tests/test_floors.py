@@ -63,7 +63,7 @@ def test_with_hardly_any_nonzeros_the_tokens_themselves_are_the_floor(tmp_path):
     [
         {"plan": "dense"},
         {"plan": "twell_ordered"},
-        {"op": "twell_to_hybrid"},
+        {"op": "generate"},
         {"mean_nnz": None},
         {"tokens": 2048},
         {"gated": False},

@@ -117,7 +117,7 @@ def test_masks_of_one_run_in_a_file_of_several(stream, tmp_path):
     path = tmp_path / "nonzeros_masks.parquet"
     for item, layers in {"first": [0, 1], "second": [0]}.items():
         masks = Masks.of(path, item)
-        assert (masks.run, masks.layers()) == (item, layers)
+        assert (masks.item, masks.layers()) == (item, layers)
         assert torch.equal(masks.load(0), wanted[item])
     for item, shown in {"third": "'third'", None: "None"}.items():
         with pytest.raises(DataError, match=f"holds the masks of first, second: name one of them, got {shown}"):
@@ -134,26 +134,24 @@ def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_pa
         active = active[:, :, :neurons]
         recorder.add_tokens(ids)
         recorder.add(0, active)
-        recorder.add(3, ~active)
+        recorder.add(1, ~active)
         layer.add(active, ids)
-    made = tables([layer] * 4, torch.ones(VOCABULARY, dtype=torch.int64), str, recorder)
+    made = tables([layer] * 2, torch.ones(VOCABULARY, dtype=torch.int64), str, recorder)
     for name in ("masks", "by_layer"):
-        made[name].to_parquet(tmp_path / f"nonzeros_{name}.parquet")
+        made[name].assign(item="relu").to_parquet(tmp_path / f"nonzeros_{name}.parquet")
     path = tmp_path / "nonzeros_masks.parquet"
     wanted = flat(stream)[0].flatten(0, 1)[:100, :neurons]
     masks = Masks.of(path)
-    assert (masks.run, masks.layers()) == (tmp_path.name, [0, 3])
+    assert (masks.item, masks.layers()) == ("relu", [0, 1])
     assert torch.equal(masks.load(0), wanted)
-    assert torch.equal(masks.load(3), ~wanted)
-    with pytest.raises(DataError, match="layer_1"):
-        masks.load(1)
-    with pytest.raises(DataError, match="one run: it has no items, and 'relu' cannot be taken"):
-        Masks.of(path, "relu")
+    assert torch.equal(masks.load(1), ~wanted)
+    with pytest.raises(DataError, match="layer_2"):
+        masks.load(2)
     ids = flat(stream)[1].flatten()[:100].tolist()
     assert list(made["masks"]["token_id"]) == ids
     assert list(made["masks"]["text"]) == [str(token) for token in ids]
     assert list(made["masks"]["position"]) == [index % SEQUENCE for index in range(100)]
-    rates = made["by_neuron"].query("layer == 2").set_index("neuron")["rate"]
+    rates = made["by_neuron"].query("layer == 1").set_index("neuron")["rate"]
     assert rates.to_numpy() == pytest.approx(flat(stream)[0][:, :, :neurons].double().mean((0, 1)).numpy())
 
 
@@ -246,7 +244,7 @@ def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
     run = make_run(tmp_path, "run")  # 32 positions
     with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):
         main(configured(run, tmp_path, "sequence=64"))
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "rows.csv").exists()
 
 
 def test_a_text_that_has_changed_since_the_training_is_refused(tmp_path):

@@ -30,8 +30,6 @@ from experiments.run.errors import CheckpointError, ConfigError, DataError, Dive
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
 from experiments.run.train_config import OptimizerConfig, SparsityConfig, TrainConfig, sequences_per_step
-from experiments.timing import products
-from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel
@@ -456,7 +454,7 @@ def test_another_runs_folder_is_refused_by_its_options_or_those_in_its_checkpoin
     config = make() if finished else make("run.max_steps=1")
     run(config) if finished else stop(config)
     other = with_values(config, training={"seed": 1}, sparsity={"l1": 0.5})
-    said = r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5 here\)"
+    said = r"other options \(training.seed was 0, now 1; sparsity.l1 was 0.0, now 0.5\)"
     with pytest.raises(ConfigError, match=said):
         run(other)
     (config.run.folder / "config.yaml").unlink()
@@ -776,20 +774,6 @@ def test_reinitialisation_follows_every_step(make, monkeypatch):
 # --- what it shows ----------------------------------------------------------------------------------------------------
 
 VALUES = {"cross_entropy": 1.5, "tokens_per_s": 12345.6, "nonzeros": 29.04}
-
-
-@pytest.mark.parametrize(
-    ("precision", "slowdown", "warned"), [("bfloat16", 12.4, True), ("bfloat16", 0.7, False), ("float32", 12.4, False)]
-)
-def test_a_cpu_that_is_slow_in_bfloat16_is_named(make, caplog, monkeypatch, precision, slowdown, warned):
-    monkeypatch.setattr(products, "bfloat16_slowdown", lambda: slowdown)
-    train.main(make(f"training.precision={precision}", "training.steps=1", "run.checkpoint_every=1"))
-    said = "this CPU multiplies bfloat16 12 times more slowly than float32; training.precision=float32 avoids that"
-    assert (said in caplog.text) is warned
-
-
-def test_products_of_both_dtypes_are_timed():
-    assert 0 < bfloat16_slowdown() < 1000
 
 
 def test_lines_in_a_log(caplog):

@@ -53,12 +53,7 @@ class Generator:
 
     def __call__(self) -> Tensor:
         """The new tokens, int64 [B, T]."""
-        return self._generate()[:, self.prompt.shape[1] :]
-
-    def with_logits(self) -> tuple[Tensor, Tensor]:
-        """The new tokens, and the logits that they are the largest of: float32 [B, T, V]."""
-        found = self._generate(return_dict_in_generate=True, output_logits=True)
-        return found.sequences[:, self.prompt.shape[1] :], torch.stack(found.logits, dim=1)
+        return self.generate()[:, self.prompt.shape[1] :]
 
     @torch.no_grad()
     def hidden_states(self, sequences: Sequence[int]) -> Tensor:
@@ -72,7 +67,8 @@ class Generator:
         kept = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
         return [*self.model.parameters(), *self.model.buffers(), *kept]
 
-    def _generate(self, **options: Any) -> Any:
+    def generate(self, **options: Any) -> Any:
+        """Prompt and new tokens, int64 [B, S], or what other options of transformers' `generate` ask for."""
         model: Any = self.model
         if self._cache is not None:
             # The same cache in every call. A new one, as `cache_implementation="static"` makes, may have other
@@ -230,21 +226,18 @@ class _Checker:
 
     def _errors(self, generator: Generator) -> tuple[dict[str, float], Tensor]:
         hidden_CPK = generator.hidden_states(self._sequences)
-        tokens_BT, logits_BTV = generator.with_logits()
-        ids_CS = torch.cat([generator.prompt, tokens_BT], dim=1)[self._sequences]
-        exact_CTV = self._logits(ids_CS, tokens_BT.shape[1])
+        made = generator.generate(return_dict_in_generate=True, output_logits=True)
+        logits_BTV = torch.stack(made.logits, dim=1)  # that the new tokens are the largest of
+        new_tokens = logits_BTV.shape[1]
+        # Each given all tokens before it.
+        with torch.no_grad(), no_tf32():
+            calls = [self._exact(ids_S[None, :-1], use_cache=False) for ids_S in made.sequences[self._sequences]]
+        exact_CTV = torch.cat([call.logits[:, -new_tokens:] for call in calls])
         errors = {
             "hidden states of the prompt": relative_error(hidden_CPK, self._hidden_CPK),
             "logits of the new tokens": relative_error(logits_BTV[self._sequences], exact_CTV),
         }
-        return errors, tokens_BT
-
-    @torch.no_grad()
-    def _logits(self, ids_CS: Tensor, new_tokens: int) -> Tensor:
-        """Logits of the last tokens, each given all tokens before it: [C, T, V]."""
-        with no_tf32():
-            parts = [self._exact(ids_1S[None, :-1], use_cache=False).logits[:, -new_tokens:] for ids_1S in ids_CS]
-        return torch.cat(parts)
+        return errors, made.sequences[:, -new_tokens:]
 
 
 def _sharing(model: PreTrainedModel) -> PreTrainedModel:

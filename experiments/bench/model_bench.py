@@ -41,5 +41,4 @@ def benchmark(
             log.info("%s: %s", subject.name, subject.columns)
             yield from rows_of(subject, device)
 
-    with results_folder(config, program) as folder:
-        write_as_measured(folder, parts(), config)
+    write_as_measured(results_folder(config, program), parts(), config)

@@ -18,12 +18,8 @@ from twell.names import check_name
 # The dense forms of a block; the fastest of them is the baseline. The last is this package's.
 OWN_DENSE = "dense_twell"
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused", OWN_DENSE)
-# The single operations of `experiments.bench.single_ops`, and those of only one kind of block.
-SINGLE_OPS = (
-    *("gate_pack", "gated_down", "down"),  # inference
-    *("twell_to_hybrid", "dense_to_hybrid", "hybrid_to_dense", "hybrid_transpose"),  # training
-)
-GATED_ONLY, NON_GATED_ONLY = ("gated_down", "dense_to_hybrid"), ("down",)
+# The single operations of `experiments.bench.single_ops`.
+SINGLE_OPS = ("gate_pack", "gated_down", "down")
 SECTION_4 = "the paper, its measurements"
 SPARSE_BACKENDS = ["hopper", "triton", AUTO]  # of whole models: those made for speed
 # Held memory is that of one block; and host time takes several calls in a row, whose launches must fit into a queue.
@@ -79,4 +75,4 @@ def check_form(name: str) -> None:
 
 def exists_for(name: str, *, gated: bool) -> bool:
     """Whether a block of this kind has the operation."""
-    return name not in (NON_GATED_ONLY if gated else GATED_ONLY)
+    return name != ("down" if gated else "gated_down")

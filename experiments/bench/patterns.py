@@ -7,17 +7,14 @@ built set of tables, such as `paper_figures/h200`, has both files with the rows 
 
 from __future__ import annotations
 
-import itertools
 import logging
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
+import pandas
 import pyarrow
 import torch
-from pyarrow import parquet
 
 from experiments.run.errors import DataError
 from experiments.run.values import in_one_line
@@ -29,11 +26,10 @@ SIZES = "nonzeros_by_layer.parquet"
 
 
 class Masks(NamedTuple):
-    """The masks of one run: its file, its name, and the item's name in a file that holds several."""
+    """The masks of one run: the file, and the run's item in it."""
 
     path: Path
-    run: str
-    item: str | None
+    item: str
 
     @classmethod
     def of(cls, path: Path, item: str | None = None) -> Masks:
@@ -43,19 +39,15 @@ class Masks(NamedTuple):
             DataError: the file is missing or damaged, or it does not hold this item (the message lists those there), or
                 it holds several and none is named.
         """
-        if "item" not in _reading(parquet.read_schema, path).names:
-            if item is not None:
-                raise DataError(f"{path} holds the masks of one run: it has no items, and {item!r} cannot be taken")
-            return cls(path, path.resolve().parent.name, None)
-        items = _read(path, ["item"])["item"].unique().to_pylist()
+        items = _read(path, ["item"])["item"].unique().tolist()
         if item is None and len(items) == 1:
             item = items[0]
         if item not in items:
             raise DataError(f"{path} holds the masks of {', '.join(map(str, items))}: name one of them, got {item!r}")
-        return cls(path, str(item), item)
+        return cls(path, str(item))
 
     def layers(self) -> list[int]:
-        """Indices of the layers that have a mask, ascending. Raises `DataError`, as `load` does."""
+        """Indices of the layers, ascending. Raises `DataError`, as `load` does."""
         return sorted(self._neurons())
 
     def load(self, layer: int) -> torch.Tensor:
@@ -68,7 +60,7 @@ class Masks(NamedTuple):
         if layer not in (sizes := self._neurons()):
             raise DataError(f"{self.path} has no column layer_{layer}, only those of layers {sorted(sizes)}")
         neurons = sizes[layer]
-        packed = self._rows(self.path, f"layer_{layer}")[f"layer_{layer}"]
+        packed = _read(self.path, [f"layer_{layer}"], self.item)[f"layer_{layer}"].tolist()
         if not packed or {len(row or b"") for row in packed} != {-(-neurons // 8)}:
             raise DataError(
                 f"{self.path}: layer_{layer} does not hold a bit for each of the {neurons} neurons in {SIZES}"
@@ -77,27 +69,15 @@ class Masks(NamedTuple):
         return torch.from_numpy(numpy.unpackbits(bytes_TB, axis=1)[:, :neurons]).bool()
 
     def _neurons(self) -> dict[int, int]:
-        """The neurons of each layer that has a mask."""
-        names = _reading(parquet.read_schema, self.path).names
-        layers = {int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name))}
-        sizes = self._rows(self.path.with_name(SIZES), "layer", "neurons")
-        return {layer: n for layer, n in zip(sizes["layer"], sizes["neurons"], strict=True) if layer in layers}
-
-    def _rows(self, path: Path, *columns: str) -> dict[str, list[Any]]:
-        found = _read(path, [*columns, *(["item"] if self.item is not None else [])]).to_pydict()
-        if self.item is None:
-            return found
-        own = [item == self.item for item in found["item"]]
-        return {name: list(itertools.compress(found[name], own)) for name in columns}
+        """The neurons of each layer."""
+        sizes = _read(self.path.with_name(SIZES), ["layer", "neurons"], self.item)
+        return dict(zip(sizes["layer"].tolist(), sizes["neurons"].tolist(), strict=True))
 
 
-def _read(path: Path, columns: list[str]) -> pyarrow.Table:
-    return _reading(parquet.read_table, path, columns=columns)
-
-
-def _reading(read: Callable[..., Any], path: Path, **named: Any) -> Any:
+def _read(path: Path, columns: list[str], item: str | None = None) -> pandas.DataFrame:
+    """These columns, of one item or of all."""
     try:
-        return read(path, **named)
+        return pandas.read_parquet(path, columns=columns, filters=[("item", "==", item)] if item is not None else None)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is missing, damaged, or no file of masks: {in_one_line(error)}") from error
 

@@ -1,7 +1,6 @@
-"""The single operations of the sparse plans, each beside its dense counterpart, for the kernel benchmark.
+"""The single operations of the inference plan, each beside its dense counterpart, for the kernel benchmark.
 
-Names are those of `twell.reference`. The inference plan's are taken from every backend of INFERENCE, the others from
-the reference alone. Shapes: M tokens, K hidden, N intermediate.
+Names are those of `twell.reference`. Shapes: M tokens, K hidden, N intermediate.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ INFERENCE: dict[str, Callable[[], Inference]] = {
     "reference": _reference,
     **{name: partial(_on_gpu, name) for name in ("hopper", "triton")},
 }
-TRAINING = ("reference",)
 
 
 def dense_of(words: Tensor, counts: Tensor, spilled: Tensor) -> Tensor:
@@ -95,13 +93,13 @@ class Step(NamedTuple):
     """One operation with its inputs made.
 
     `run` is timed; `tensor` makes what it returns a dense tensor; `exact` is that tensor in float64; `dense` is the
-    same in plain torch, None where plain torch has no such step (a change of format, which must then be exact).
+    same in plain torch.
     """
 
     run: Call
     tensor: Callable[[Any], Tensor]
     exact: Callable[[], Tensor]
-    dense: Callable[[], Tensor] | None = None
+    dense: Callable[[], Tensor]
 
 
 def _gate(problem: Problem) -> Tensor:
@@ -136,89 +134,29 @@ def _down(ops: Inference, p: Problem) -> Step:
     return Step(run, lambda y_MK: y_MK, exact, dense)
 
 
-def _twell_to_hybrid(p: Problem) -> Step:
-    packed = reference.gate_pack(p.x, pattern_weight(p))
-    return Step(
-        run=lambda: reference.twell_to_hybrid(packed),
-        tensor=lambda hybrid: hybrid.to_dense(),
-        exact=lambda: packed.to_dense().double(),
-    )
-
-
-def _hybrid(p: Problem) -> Any:
-    return reference.twell_to_hybrid(reference.gate_pack(p.x, pattern_weight(p)))
-
-
-def _dense_to_hybrid(p: Problem) -> Step:
-    pattern = _hybrid(p)
-    stored_MN = pattern.entries().mask(pattern.shape)
-    return Step(
-        run=lambda: reference.dense_to_hybrid(p.x, p.w_up, pattern),
-        tensor=lambda hybrid: hybrid.to_dense() * stored_MN,
-        exact=lambda: F.linear(p.x.double(), p.w_up.double()) * stored_MN,
-        dense=lambda: F.linear(p.x, p.w_up) * stored_MN,
-    )
-
-
-def _hybrid_to_dense(p: Problem) -> Step:
-    hybrid, w_down_NK = _hybrid(p), p.w_down.t().contiguous()
-    h_MN = hybrid.to_dense()
-    return Step(
-        run=lambda: reference.hybrid_to_dense(hybrid, w_down_NK),
-        tensor=lambda y_MK: y_MK,
-        exact=lambda: h_MN.double() @ w_down_NK.double(),
-        dense=lambda: h_MN @ w_down_NK,
-    )
-
-
-def _hybrid_transpose(p: Problem) -> Step:
-    hybrid = _hybrid(p)
-    return Step(
-        run=lambda: reference.hybrid_transpose(hybrid),
-        tensor=lambda transposed: transposed.to_dense(),
-        exact=lambda: hybrid.to_dense().t().double(),
-    )
-
-
-INFERENCE_STEPS: dict[str, Callable[[Inference, Problem], Step]] = {
-    "gate_pack": _gate_pack,
-    "gated_down": _down,
-    "down": _down,
-}
-TRAINING_STEPS: dict[str, Callable[[Problem], Step]] = {
-    "twell_to_hybrid": _twell_to_hybrid,
-    "dense_to_hybrid": _dense_to_hybrid,
-    "hybrid_to_dense": _hybrid_to_dense,
-    "hybrid_transpose": _hybrid_transpose,
-}
+STEPS: dict[str, Callable[[Inference, Problem], Step]] = {"gate_pack": _gate_pack, "gated_down": _down, "down": _down}
 
 
 @torch.no_grad()
 def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[Candidate | Absent]:
-    """Checked candidates for one operation: plain torch where it has the step, and every backend that exposes it.
+    """Checked candidates for one operation: plain torch, and every backend that exposes it.
 
     Raises:
-        CheckFailed: when a result is off by more than rounding, or a change of format is not exact.
+        CheckFailed: when a result is off by more than rounding.
     """
     found: list[Candidate | Absent] = []
-    inference = name in INFERENCE_STEPS
-    plan = "twell" if inference else "hybrid"
     x, (intermediate, hidden), gated = problem.x, problem.w_up.shape, problem.w_gate is not None
     sizes: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "gated": gated}
-    for backend in backends:
-        if backend not in (INFERENCE if inference else TRAINING):
-            continue
+    for backend in (backend for backend in backends if backend in INFERENCE):
         if reason := why_not(backend, device=x.device, dtype=x.dtype, **sizes):
-            found.append(Absent(backend, plan, reason))
+            found.append(Absent(backend, "twell", reason))
             continue
-        step = INFERENCE_STEPS[name](INFERENCE[backend](), problem) if inference else TRAINING_STEPS[name](problem)
+        step = STEPS[name](INFERENCE[backend](), problem)
         exact = step.exact()
-        allowed = plain_error = 0.0  # of a change of format, which must be exact
-        if step.dense is not None:
-            plain_error = relative_error(step.dense(), exact)
-            allowed = tolerance(plain_error, x.dtype)
-            if not any(isinstance(other, Candidate) for other in found):
-                found.append(Candidate("dense_eager", "dense", step.dense, plain_error))
+        plain_error = relative_error(step.dense(), exact)
+        if not any(isinstance(other, Candidate) for other in found):
+            found.append(Candidate("dense_eager", "dense", step.dense, plain_error))
+        allowed = tolerance(plain_error, x.dtype)
         error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
-        found.append(Candidate(backend, plan, step.run, error))
+        found.append(Candidate(backend, "twell", step.run, error))
     return found

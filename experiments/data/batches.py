@@ -7,6 +7,7 @@ window, for any number of devices, any micro-batch, and across restarts.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from experiments.data.held_out import hold_out
-from experiments.data.shards import SPLITS, Budget, Shard, shards_of
-from experiments.data.sources import Source, open_path, open_source
-from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
+from experiments.data.sources import Source, open_texts
+from experiments.data.token_files import FORMAT, SPLITS, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
 from experiments.run.files import sha256_json
@@ -35,17 +35,15 @@ log = logging.getLogger(__name__)
 def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, Source | None]:
     """(training source, validation source); the second is None if a share of the documents is held out instead.
 
-    Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError` for
+    Files of `data.validation` are never used for training. `ask_hub`: as in `open_texts`. Raises `DataError` for
     missing text.
     """
-    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
-    if config.source.startswith("path:") and not config.validation:
-        return open_path(config.source, listed=ask_hub, **options)
-    options["ask_hub"] = ask_hub
+    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir, "ask_hub": ask_hub}
     if not config.validation:
-        return open_source(config.source, **options), None
-    validation = open_source(config.validation, split="validation", **options)
-    return open_source(config.source, exclude=validation.files, **options), validation
+        return open_texts(config.source, **options)
+    whole, held_out = open_texts(config.validation, **options)
+    validation = held_out or whole
+    return open_texts(config.source, exclude=validation.files, **options)[0], validation
 
 
 class Tokens(NamedTuple):
@@ -125,28 +123,33 @@ def prepare_tokens(
     path = token_folder(config, key)
     if not path.is_dir():
         log.info("tokenizing %s into %s", train.name, path)
+        enough: dict[str, float] = {}
+        if config.max_tokens is not None:
+            enough["train"] = config.max_tokens
+            if validation is None:
+                enough["validation"] = config.validation_share * config.max_tokens
         write_token_folder(
             path,
-            _shards(train, validation, config),
+            _documents(train, validation, config),
             tokenizer,
             source_key=source,
             tokenizer_key=tokenizer_key(tokenizer),
-            budget=Budget(config.max_tokens, config.validation_share if validation is None else None),
+            enough=enough,
         )
     splits = open_token_folder(path, checked)
     return Tokens(splits["train"][: config.max_tokens], splits["validation"], key, source)
 
 
-def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:
-    """A separate validation text comes first, so that reading may stop in the training text."""
+def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Pairs of (split, text). A separate validation text comes first, so that reading may stop in the training text."""
     if validation is None and config.validation_share < WHOLE:
-        return shards_of(train, hold_out(train, config.validation_share))
-    for source in filter(None, (validation, train)):
+        held_out = hold_out(train, config.validation_share)
+        return itertools.chain.from_iterable(map(held_out.split, train.documents()))
+    texts = {"validation": train} if validation is None else {"validation": validation, "train": train}
+    for source in texts.values():
         if next(source.documents(), None) is None:
             raise DataError(f"{source.name} has no text")
-    if validation is None:
-        return shards_of(train, "validation")
-    return [*shards_of(validation, "validation"), *shards_of(train, "train")]
+    return ((split, text) for split, source in texts.items() for text in source.documents())
 
 
 class TokenStream:

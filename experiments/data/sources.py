@@ -37,7 +37,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -82,61 +82,44 @@ class Source:
             yield from filter(None, stream())
 
 
-def open_source(
-    specification: str,
-    *,
-    text_field: str = "text",
-    split: Literal["train", "validation"] = "train",
-    exclude: Iterable[Path] = (),
-    cache_dir: str | None = None,
-    ask_hub: bool = True,
-) -> Source:
-    """The source that a specification names (see the module).
+def open_texts(
+    specification: str, *, text_field: str, cache_dir: str, exclude: Iterable[Path] = (), ask_hub: bool = True
+) -> tuple[Source, Source | None]:
+    """(the source that a specification names, the validation text beside it or None): see the module.
 
     Args:
         specification: stdlib, path:... or hf:...
         text_field: JSON key or parquet column that holds the text.
-        split: of a folder that is split by names, this part; "validation" is the training text where there is no other.
+        cache_dir: where the checksums of files and the commits of data sets of the hub are kept.
         exclude: files to skip in a folder.
-        cache_dir: where the checksums of files and the commits of data sets of the hub are kept; None: nowhere.
-        ask_hub: whether the hub may be asked for a commit that is not noted in `cache_dir`.
+        ask_hub: whether the hub may be asked for a commit that is not noted in `cache_dir`. If so, the log lists files.
 
     Raises:
         DataError: there are no files, a file is of an unknown kind, or the commit of a data set cannot be found.
     """
     kind, _, rest = specification.partition(":")
     if specification == "stdlib":
-        return _stdlib(cache_dir)
-    if kind == "path" and rest:
-        options: dict[str, Any] = {"text_field": text_field, "cache_dir": cache_dir}
-        train, validation = open_path(specification, exclude=exclude, listed=ask_hub, **options)
-        return validation if validation is not None and split == "validation" else train
+        return _stdlib(cache_dir), None
     if kind == "hf" and rest:
-        return _hub(rest, text_field, cache_dir, ask_hub)
-    raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
-
-
-def open_path(
-    specification: str, *, exclude: Iterable[Path] = (), listed: bool = True, **options: Any
-) -> tuple[Source, Source | None]:
-    """(training text, validation text or None) of path:..., by the names of files; `listed`: whether the log lists
-    them, `options`: of `source_of_files`."""
-    selection = select_files(specification.removeprefix("path:"))
-    if listed:
+        return _hub(rest, text_field, cache_dir, ask_hub), None
+    if kind != "path" or not rest:
+        raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
+    selection = select_files(rest)
+    if ask_hub:
         log.info("%s: %s", specification, selection)
     excluded = {file.resolve() for file in exclude}
     files = [file for file in selection.train if file.resolve() not in excluded]
     if not selection.validation:
-        return source_of_files(specification, files, **options), None
-    validation = source_of_files(f"{specification} (validation)", selection.validation, **options)
-    return source_of_files(f"{specification} (train)", files, **options), validation
+        return _source_of_files(specification, files, text_field, cache_dir), None
+    train = _source_of_files(f"{specification} (train)", files, text_field, cache_dir)
+    return train, _source_of_files(f"{specification} (validation)", selection.validation, text_field, cache_dir)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def source_of_files(name: str, files: list[Path], text_field: str = "text", cache_dir: str | None = None) -> Source:
-    """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
+def _source_of_files(name: str, files: list[Path], text_field: str, cache_dir: str) -> Source:
+    """The documents of these files, in this order. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
     reading: list[Any] = []
@@ -152,9 +135,7 @@ def source_of_files(name: str, files: list[Path], text_field: str = "text", cach
     return Source(name, key, streams, tuple(files))
 
 
-def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
-    if cache_dir is None:
-        return sha256_files(files)
+def _checksums(files: list[Path], cache_dir: str) -> list[str]:
     name = f"{sha256_json([str(file) for file in files])[:32]}.json"
     return sha256_files(files, Path(cache_dir) / "checksums" / name)
 
@@ -252,7 +233,7 @@ def open_text(path: Path) -> io.TextIOBase:
 # --- the standard library ---------------------------------------------------------------------------------------------
 
 
-def _stdlib(cache_dir: str | None) -> Source:
+def _stdlib(cache_dir: str) -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     if not files:
@@ -271,7 +252,7 @@ def _read_python(path: Path) -> Iterator[str]:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source:
+def _hub(rest: str, text_field: str, cache_dir: str, ask: bool) -> Source:
     parts = _HUB_NAME.fullmatch(rest)
     if parts is None:
         raise DataError(f"a data set of the hub is {A_HUB_NAME}, got hf:{rest}")
@@ -282,10 +263,11 @@ def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source
     return Source(f"hf:{rest} at commit {commit}", key, [read])
 
 
-def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) -> str:
+def _noted_commit(name: str, revision: str, cache_dir: str, ask: bool) -> str:
     """The commit that the cache notes for a data set, or, where it has none, what the hub says, which it then notes."""
-    note = _note_of_commit(name, revision, cache_dir) if cache_dir is not None else None
-    if note is not None and note.is_file():
+    readable = re.sub(r"[^\w.-]+", "--", name)[-80:]
+    note = Path(cache_dir) / "commits" / f"{readable}-{sha256_json([name, revision])[:12]}.json"
+    if note.is_file():
         anew = "delete it: the hub is asked anew"
         try:
             commit = json.loads(note.read_text(encoding="utf8"))["commit"]
@@ -299,16 +281,10 @@ def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) ->
     if not ask:
         raise DataError(f"hf:{name}: no commit of it is noted in {note}")
     commit = _ask_hub(name, revision)
-    if note is not None:
-        write_json(note, {"name": name, "revision": revision, "commit": commit}, "commit of a data set")
-        advice = f"another can be named: hf:{name}@REVISION:[CONFIG]"
-        log.info("hf:%s: commit %s, from now on, by %s; %s", name, commit, note, advice)
+    write_json(note, {"name": name, "revision": revision, "commit": commit}, "commit of a data set")
+    advice = f"another can be named: hf:{name}@REVISION:[CONFIG]"
+    log.info("hf:%s: commit %s, from now on, by %s; %s", name, commit, note, advice)
     return commit
-
-
-def _note_of_commit(name: str, revision: str, cache_dir: str) -> Path:
-    readable = re.sub(r"[^\w.-]+", "--", name)[-80:]
-    return Path(cache_dir) / "commits" / f"{readable}-{sha256_json([name, revision])[:12]}.json"
 
 
 def _ask_hub(name: str, revision: str) -> str:

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy
+from tokenizers import Tokenizer
+from tqdm import tqdm
 
-from experiments.data.shards import SPLITS, Budget, Encoding, Shard, tokenize
 from experiments.run.errors import DataError
 from experiments.run.files import atomic_folder, check_checksums, sha256_file, write_checksums, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+SPLITS = ("train", "validation")
 FORMAT = 1
 HEADER = "header.json"
 CHECKSUMS = "SHA256SUMS"
 DTYPES = ("uint16", "uint32")
-log = logging.getLogger(__name__)
+# One batch is tokenized while the next is read.
+_BATCH_CHARACTERS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -88,26 +91,66 @@ def source_of_tokens(path: Path) -> str | None:
 
 def write_token_folder(
     path: Path,
-    shards: Sequence[Shard],
+    documents: Iterable[tuple[str, str]],
     tokenizer: PreTrainedTokenizerFast,
     *,
     source_key: str,
     tokenizer_key: str,
-    budget: Budget,
+    enough: Mapping[str, float],
 ) -> None:
-    """Tokenize the documents of `shards`, until the budget is reached, into the token files of a new folder at `path`.
+    """Tokenize documents, pairs of (split, text), into the token files of a new folder at `path`.
 
-    Raises `DataError` if a file is damaged, `StorageError` if the disk is full, `RunError` if a
-    process that tokenizes is killed; in all cases nothing is left on disk.
+    `enough`: the numbers of tokens, by split, at which to stop once all are reached; empty: at the end of the text.
+
+    Raises `DataError` if a file is damaged, `StorageError` if the disk is full; in both cases nothing is left on disk.
     """
     dtype = DTYPES[len(tokenizer) > 1 << 16]
     with atomic_folder(path, "token files") as folder, contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        encoding = Encoding(tokenizer.backend_tokenizer.to_str(), dtype, tokenizer.eos_token_id)
-        counts = tokenize(shards, encoding, files, budget, folder)
+        counts = _write(documents, tokenizer, numpy.dtype(dtype).newbyteorder("<"), files, enough)
         for file in files.values():
             file.flush()
-        header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **asdict(counts))
+        header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **counts)
         write_json(folder / HEADER, asdict(header), "token files")
         names = [HEADER, *(f"{split}.bin" for split in SPLITS)]
         write_checksums(folder / CHECKSUMS, {name: sha256_file(folder / name) for name in names})
+
+
+def _write(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    dtype: numpy.dtype,
+    files: Mapping[str, BinaryIO],
+    enough: Mapping[str, float],
+) -> dict[str, dict[str, int]]:
+    """Append the documents to the files of their splits; returns the counts of `Header`."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True  # those that are spelled out are text
+    counts = {name: dict.fromkeys(SPLITS, 0) for name in ("tokens", "documents", "text_bytes")}
+    batches = _batches(documents)
+    with ThreadPoolExecutor(1) as pool, tqdm(desc="tokenize", unit="B", unit_scale=True, disable=None) as bar:
+        following = pool.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = pool.submit(next, batches, None)
+            encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+            for (split, text), encoding in zip(batch, encodings, strict=True):
+                ids = numpy.array([*encoding.ids, tokenizer.eos_token_id], dtype)
+                files[split].write(ids.tobytes())
+                size = len(text.encode())
+                for name, number in (("tokens", len(ids)), ("documents", 1), ("text_bytes", size)):
+                    counts[name][split] += number
+                bar.update(size)
+                if enough and all(counts["tokens"][split] >= number for split, number in enough.items()):
+                    return counts
+    return counts
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch, characters = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -20,7 +20,7 @@ from experiments.run.train_config import DataConfig
 from experiments.run.values import in_one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 END_TOKEN = "<|endoftext|>"
 # It has the 49152 entries of table 2, and is the tokenizer of the paper's training corpus.
@@ -56,11 +56,24 @@ def load_tokenizer(
 
 
 def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """A tokenizer from the hub (gpt2) or a local folder. Raises `DataError` if there is none, or it is not usable."""
-    from transformers import PreTrainedTokenizerFast
+    """A tokenizer from the hub (gpt2) or a local folder. Raises `DataError` if there is none, or it is not usable.
+
+    It is read from tokenizer.json where there is one: that is complete. AutoTokenizer of transformers 5 makes some
+    kinds anew from their vocabulary, with another splitting of digits and spaces (huggingface/transformers issue
+    45812), and next to an unknown model it would need that model's code.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
 
     try:
-        tokenizer = _as_it_is(name)
+        if os.path.lexists(file := Path(name) / "tokenizer.json") and not file.is_file():
+            raise DataError(f"{file} is {'a folder' if file.is_dir() else 'a link to nothing'}, not a file")
+        reader: Any = PreTrainedTokenizerFast
+        try:
+            cached_file(str(name), "tokenizer.json")
+        except OSError:  # as transformers says that there is none
+            reader = AutoTokenizer
+        tokenizer = reader.from_pretrained(name)
     except Exception as error:
         raise DataError(f"cannot load the tokenizer {name}: {in_one_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -68,22 +81,6 @@ def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name} has no end token (eos_token) to separate documents with")
     return tokenizer
-
-
-def _as_it_is(name: str | Path) -> PreTrainedTokenizerBase:
-    """From tokenizer.json where there is one: it is complete. AutoTokenizer of transformers 5 makes some kinds anew
-    from their vocabulary, with another splitting of digits and spaces (huggingface/transformers issue 45812), and next
-    to an unknown model it would need that model's code."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.utils import cached_file
-
-    if os.path.lexists(file := Path(name) / "tokenizer.json") and not file.is_file():
-        raise DataError(f"{file} is {'a folder' if file.is_dir() else 'a link to nothing'}, not a file")
-    try:
-        cached_file(str(name), "tokenizer.json")
-    except OSError:  # as transformers says that there is none
-        return AutoTokenizer.from_pretrained(name)
-    return PreTrainedTokenizerFast.from_pretrained(name)
 
 
 def _kept_tokenizer(name: str, cache_dir: str) -> PreTrainedTokenizerFast:

@@ -33,7 +33,7 @@ from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha
 from experiments.run.train_config import TrainConfig, science, science_differences
 from experiments.run.values import in_one_line, shown
 
-FORMAT = 2  # 1 had no checksum of the state
+FORMAT = 2
 STATE = "state.json"
 CHECKSUM = "sha256"
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -121,15 +121,15 @@ def read_state(path: Path) -> dict[str, Any]:
             _ = state["files"][name]["bytes"], state["files"][name]["sha256"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / STATE} is missing or damaged: {in_one_line(error)}") from error
-    if wanted is None and version == FORMAT:
-        raise CheckpointError(f"{path / STATE} is damaged: it has no checksum")
-    if wanted is not None and wanted != sha256_json(state):
+    if wanted != sha256_json(state):
         raise CheckpointError(f"{path / STATE} is damaged: its checksum is not that of its content")
-    if version not in (1, FORMAT):
+    if version != FORMAT:
         raise CheckpointError(f"{path} is of format {version}, wanted {FORMAT}")
     named = re.fullmatch(r"step_(\d{8,})", path.resolve().name)
     if named and step != int(named[1]):
         raise CheckpointError(f"{path / STATE} is damaged: its step is {shown(step)}")
+    if "science" in state:  # an option that was not there then had its default
+        state["science"] = science(TrainConfig()) | state["science"]
     return state
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import named_tokenizer
@@ -81,7 +81,22 @@ def load_pretrained(
     with _checkpoint_errors():
         config, activation, gated, tensors = released.read(folder, device=device, dtype=dtype)
     with _checkpoint_errors(f"{folder / CONFIG} has an invalid value: ", (*WRONG_VALUES, ConfigError)):
-        described = _describe(Path(name).name, config, gated)
+        described = ModelConfig(
+            name=Path(name).name or "unnamed",
+            layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            attention_heads=config.num_attention_heads,
+            key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+            gated=gated,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            initializer_range=config.initializer_range,
+            rope_theta=float(dict(config.rope_parameters or {})["rope_theta"]),
+            tied_embeddings=config.tie_word_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+        check_ranges(described)
     with _checkpoint_errors(f"{folder}: ", (*WRONG_VALUES, RuntimeError)):
         model = skeleton(config, activation=activation, gated=gated)
     fill(model, tensors, device, str(folder))
@@ -128,7 +143,17 @@ def _load_other(
     with _checkpoint_errors(f"{folder}: "):
         activation = _put_blocks(model)
     model.to(device)
-    shape = _shape_of(name, model, activation)
+    blocks, embedding = feed_forward_blocks(model), model.get_input_embeddings()
+    shape = ModelShape(
+        name=name,
+        layers=len(blocks),
+        hidden_size=blocks[0].up_proj.in_features,
+        intermediate_size=max(block.up_proj.out_features for block in blocks),
+        activation=activation,
+        gated=blocks[0].gated,
+        vocab_size=embedding.weight.shape[0],
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None) or None,
+    )
     return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
 
 
@@ -144,40 +169,6 @@ def _put_blocks(model: PreTrainedModel) -> Literal["relu", "relu2", "silu"]:
     for name, mlp in mlps.items():
         model.set_submodule(name, SiluFeedForward.from_linears(*mlp.linears))
     return "silu"
-
-
-def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "relu2", "silu"]) -> ModelShape:
-    blocks, config = feed_forward_blocks(model), model.config.get_text_config()
-    embedding: Any = model.get_input_embeddings()
-    return ModelShape(
-        name=name,
-        layers=len(blocks),
-        hidden_size=blocks[0].up_proj.in_features,
-        intermediate_size=max(block.up_proj.out_features for block in blocks),
-        activation=activation,
-        gated=blocks[0].gated,
-        vocab_size=embedding.weight.shape[0],
-        max_positions=getattr(config, "max_position_embeddings", None) or None,
-    )
-
-
-def _describe(name: str, config: LlamaConfig, gated: bool) -> ModelConfig:
-    described = ModelConfig(
-        name=name or "unnamed",
-        layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        attention_heads=config.num_attention_heads,
-        key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        gated=gated,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        initializer_range=config.initializer_range,
-        rope_theta=float(dict(config.rope_parameters or {})["rope_theta"]),
-        tied_embeddings=config.tie_word_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-    )
-    return check_ranges(described)
 
 
 def _tokenizer_beside(folder: Path) -> PreTrainedTokenizerFast | None:

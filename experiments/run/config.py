@@ -92,10 +92,8 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def load_config(cls: type[T], path: str | Path) -> T:
-    """The configuration stored in a YAML file, as `save_config` wrote it, without the options that `cls.EARLIER` names.
-    Raises `ConfigError`, as `parse` does."""
-    earlier = getattr(cls, "EARLIER", ())
-    return _object(cls, [assignment for assignment in _of_file(cls, Path(path)) if assignment[0] not in earlier])
+    """The configuration stored in a YAML file, as `save_config` wrote it. Raises `ConfigError`, as `parse` does."""
+    return _object(cls, _of_file(cls, Path(path)))
 
 
 def check_ranges(config: T) -> T:
@@ -141,8 +139,7 @@ def find_yaml(name: str, folder: Path, what: str) -> Path:
         if not os.path.isfile(name):  # noqa: PTH113 (of a name that is too long, Path raises)
             raise ConfigError(f"{what}={name_shown(name)}: there is no such file")
         return Path(name)
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
+    if name not in (known := yaml_names(folder)):
         absent = f"there is none in {folder}{nearest(name, known)}; there are: {', '.join(known)}"
         raise ConfigError(f"{what}={name_shown(name)}: {absent}")
     return folder / f"{name}.yaml"
@@ -158,9 +155,9 @@ def listing_options(cls: type, what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}{valid if 'unknown option' in str(error) else ''}") from error
 
 
-def preset_names(folder: str) -> list[str]:
-    """The names of the presets in `configs/<folder>`."""
-    return sorted(path.stem for path in (CONFIG_ROOT / folder).glob("*.yaml"))
+def yaml_names(folder: Path) -> list[str]:
+    """The names of the YAML files in a folder."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str:
@@ -336,7 +333,9 @@ def describe_options(cls: type) -> str:
                 head = ""
             lines += _wrap(f"{metadata['help']} ({kind}).{source}", head.ljust(44), " " * 44)
         if metadata.get("presets"):
-            lines += _wrap(f"  {key}=NAME loads a preset: {', '.join(preset_names(metadata['presets']))}", "", "    ")
+            lines += _wrap(
+                f"  {key}=NAME loads a preset: {', '.join(yaml_names(CONFIG_ROOT / metadata['presets']))}", "", "    "
+            )
         elif metadata.get("short"):
             lines.append(f"  {key}=VALUE is short for {key}.{metadata['short']}=VALUE")
     return "\n".join(lines).strip("\n")

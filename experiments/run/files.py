@@ -36,50 +36,20 @@ def storage_errors(path: Path, what: str) -> Iterator[None]:
         if not isinstance(error, OSError) or error.errno in FULL_DISK:
             existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
             free = f" ({shutil.disk_usage(existing).free / 1e9:.3f} GB free)"
-        raise StorageError(f"cannot write {what} at {_short(path)}: {said}{free}") from error
+        place = str(path) if len(str(path)) < 300 else shown(str(path))
+        raise StorageError(f"cannot write {what} at {place}: {said}{free}") from error
 
 
-def _short(path: Path) -> str:
-    return str(path) if len(str(path)) < 300 else shown(str(path))
-
-
-@contextlib.contextmanager
-def made_folder(path: Path, what: str) -> Iterator[Path]:
-    """Make the folder for the files that this block ends with. A block that raises leaves neither it nor those above it
-    behind if they were not there before, unless something is in them.
+def make_folder(path: Path, what: str) -> None:
+    """Make the folder, so that what a long run ends with can be written there.
 
     Raises:
         StorageError: there can be no such folder, or no file in it.
     """
-    with _with_parents(path, what):
-        with storage_errors(path, what), tempfile.TemporaryFile(dir=path):
+    with storage_errors(path, what):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
             pass
-        yield path
-
-
-@contextlib.contextmanager
-def _with_parents(path: Path, what: str) -> Iterator[None]:
-    """Make the parent folders and name storage errors, as `made_folder` does, without a trial write."""
-    made: list[Path] = []
-    try:
-        with storage_errors(path, what):
-            for folder in [*reversed(path.parents), path]:
-                if folder.exists():
-                    continue
-                try:
-                    folder.mkdir()
-                    made.append(folder)
-                except FileExistsError:
-                    pass
-                except FileNotFoundError as error:  # the folder above exists and takes none, as in /proc
-                    above = f"{_short(folder.parent)} takes none"
-                    raise StorageError(f"cannot make the folder {_short(folder)}: {above}") from error
-        yield
-    except BaseException:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def fsync(path: Path) -> None:
@@ -97,7 +67,8 @@ def write_atomic(path: Path, content: str | bytes, what: str = "file") -> None:
     Raises `StorageError` when the disk cannot take it; the old file then stays, and no temporary file.
     """
     data = content.encode() if isinstance(content, str) else content
-    with _with_parents(path.parent, what), storage_errors(path, what):
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
         try:
@@ -125,7 +96,8 @@ def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) ->
     If there is something at `path` by then, it is deleted when `replace` is true; otherwise it stays, since another
     process has written the same content. Raises `StorageError` when the disk cannot take the content.
     """
-    with _with_parents(path.parent, what), storage_errors(path, what):
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
         temporary.chmod(0o755)
         try:
@@ -159,13 +131,13 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
+def sha256_files(paths: Sequence[Path], kept: Path) -> list[str]:
     """Hexadecimal SHA-256 of each file. Those in the file `kept` are taken from there while a file's size, inode and
     times are as they were then: what has been read once, however large, is not read again. It is brought up to date
     where it can be written."""
     before: Any = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        before = json.loads(kept.read_text(encoding="utf8")) if kept is not None else {}
+        before = json.loads(kept.read_text(encoding="utf8"))
     if not isinstance(before, dict):
         before = {}
     now: dict[str, list[Any]] = {}
@@ -181,7 +153,7 @@ def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
         if began - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
             now[str(path)] = [*stamp, digest]
         digests.append(digest)
-    if kept is not None and now != before:
+    if now != before:
         with contextlib.suppress(StorageError):
             write_json(kept, now, "checksums")
     return digests

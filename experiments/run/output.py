@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import yaml
 
 from experiments.run.config import option, save_config, to_yaml
 from experiments.run.errors import ConfigError
-from experiments.run.files import made_folder, storage_errors
+from experiments.run.files import make_folder, storage_errors
 from experiments.run.results import write_rows
 from experiments.run.values import DEVICE, NAME, read_yaml
 
@@ -42,18 +42,25 @@ class OutputConfig:
     def name(self, program: str) -> str:
         return self.item or program
 
+    def columns(self, program: str) -> dict[str, str]:
+        """The columns of a result row that name the measurement."""
+        return {"study": self.study, "item": self.name(program)}
 
-@contextlib.contextmanager
-def results_folder(config: Any, program: str) -> Iterator[Path]:
-    """Make the folder of a measurement, `config.run.folder(program)`, for the block that fills it. Rows that were
-    measured there with other options are kept beside the new ones, as rows_replaced.csv.
+
+def results_folder(config: Any, program: str) -> Path:
+    """Make the folder of a measurement, `config.run.folder(program)`. Rows that were measured there with other options
+    are kept beside the new ones, as rows_replaced.csv.
 
     Raises:
         ConfigError: it holds results of another model, or of other masks, which would be lost.
         StorageError: there can be no such folder, or no file in it.
     """
     folder = config.run.folder(program)
-    earlier, now = _options_of(folder), read_yaml(to_yaml(config).encode())
+    earlier: dict[str, Any] = {}  # empty, too, where the options of the results cannot be read
+    if (folder / "rows.csv").exists():
+        with contextlib.suppress(OSError, yaml.YAMLError, TypeError, ValueError):
+            earlier = dict(read_yaml((folder / "config.yaml").read_bytes()))
+    now = read_yaml(to_yaml(config).encode())
     for name in ("checkpoint", "checkpoints", "masks", "masks_item"):
         there, here = (None if values.get(name) in NOT_GIVEN else values[name] for values in (earlier, now))
         if earlier and there != here:
@@ -63,24 +70,14 @@ def results_folder(config: Any, program: str) -> Iterator[Path]:
         if changed := [name for name in here if name in there and there[name] != here[name]]:
             was, is_ = (", ".join(f"{name}={values[name]}" for name in changed) for values in (there, here))
             raise ConfigError(f"{folder} holds results of a model with {was}, not {is_}: choose another run.item")
-    with made_folder(folder, "results"):
-        if changed := [name for name in now if name in earlier and name != "run" and earlier[name] != now[name]]:
-            with storage_errors(folder / REPLACED, "result rows"):
-                shutil.copy2(folder / "rows.csv", folder / REPLACED)
-            shown = [{name: str(options[name]).replace("'", "") for name in changed} for options in (earlier, now)]
-            what = ", ".join(f"{name}: {shown[0][name]} there, {shown[1][name]} here" for name in changed)
-            log.warning("%s holds results of other options (%s): they are kept as %s", folder, what, REPLACED)
-        yield folder
-
-
-def _options_of(folder: Path) -> dict[str, Any]:
-    """The options of the results in a folder; empty where there are none, or none that can be read."""
-    if not (folder / "rows.csv").exists():
-        return {}
-    try:
-        return dict(read_yaml((folder / "config.yaml").read_bytes()))
-    except (OSError, yaml.YAMLError, TypeError, ValueError):
-        return {}
+    make_folder(folder, "results")
+    if changed := [name for name in now if name in earlier and name != "run" and earlier[name] != now[name]]:
+        with storage_errors(folder / REPLACED, "result rows"):
+            shutil.copy2(folder / "rows.csv", folder / REPLACED)
+        shown = [{name: str(options[name]).replace("'", "") for name in changed} for options in (earlier, now)]
+        what = ", ".join(f"{name}: {shown[0][name]} there, {shown[1][name]} here" for name in changed)
+        log.warning("%s holds results of other options (%s): they are kept as %s", folder, what, REPLACED)
+    return folder
 
 
 def write_as_measured(folder: Path, parts: Iterable[Rows], config: Any) -> None:

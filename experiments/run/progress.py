@@ -1,20 +1,14 @@
-"""How far a program is: what it reports while it runs, and the small file in which a launcher finds it."""
+"""The small file in which a launcher finds how far a program is."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 PROGRESS = "progress.json"
 _INTERVAL_SECONDS = 1.0
-
-
-class Report(Protocol):
-    """Called by a program as it goes: parts done, parts in all, and values that may be of interest."""
-
-    def __call__(self, done: int, total: int, **values: Any) -> None: ...
 
 
 class Done(NamedTuple):
@@ -25,7 +19,8 @@ class Done(NamedTuple):
 
 
 class ProgressFile:
-    """A `Report` that keeps `<folder>/progress.json` up to date, at most once a second."""
+    """Keeps `<folder>/progress.json` up to date, at most once a second. A program calls it as it goes, with parts done,
+    parts in all, and values that may be of interest."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._last = folder / PROGRESS, 0.0

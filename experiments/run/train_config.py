@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
@@ -332,9 +332,6 @@ class TrainConfig:
     execution: ExecutionConfig = section(ExecutionConfig, "no effect on results beyond rounding")
     run: RunConfig = section(RunConfig, "no effect on results")
 
-    # Options that the files of earlier runs have, and that had no effect on results.
-    EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above", "data.skip_records")
-
     def __post_init__(self) -> None:
         length, longest = self.training.sequence_length, self.model.max_positions
         if length > longest:
@@ -358,17 +355,14 @@ def science(config: Any) -> dict[str, Any]:
     return {key: value for key, value in to_dict(config).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
-def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> str:
-    """What differs between the `science` that a run was made with and another, in words; empty if nothing does.
-
-    An option that was not there then had its default. Without `there`, nothing is known, and nothing said.
-    """
-    if there is None:
+def science_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """What differs between the `science` that results were made with and another, in words; empty if nothing does, or
+    where nothing is known of it."""
+    if before is None:
         return ""
-    there = science(TrainConfig()) | there
     nothing = "no such option"
-    changed = [key for key in {**here, **there} if there.get(key, nothing) != here.get(key, nothing)]
-    return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)
+    changed = [key for key in now | before if before.get(key, nothing) != now.get(key, nothing)]
+    return "; ".join(f"{key} was {before.get(key, nothing)!r}, now {now.get(key, nothing)!r}" for key in changed)
 
 
 def model_columns(model: Any) -> dict[str, Any]:

@@ -40,8 +40,8 @@ ON_CPU = (PREPARE, "build", "notebooks")
 _OF_THE_TEXT = re.compile(r"\s*((config|model|data)\s*=|(model|data)\.|training\.(?!seed=))")
 # Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
-# How values of a sweep are written: commas in these are part of a value.
-_OPEN, _CLOSE, _QUOTES = "[{(", "]})", "'\""
+# Between values of a sweep: no comma in brackets, and none after a backslash.
+_BETWEEN = re.compile(r"(?<!\\),(?![^\[{]*[\]}])")
 _COMMAS = "commas separate values, each for a run of its own; a comma within a value is written \\,"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=-]+")
 
@@ -105,9 +105,10 @@ class StudyConfig:
         for key, values in self.grid.items():
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"grid: {key} must have values that differ, got {values}")
-        if twice := sorted(self._from_grid().keys() & self.trainings.keys()):
+        from_grid = sweep(self.grid) if self.grid else {}
+        if twice := sorted(from_grid.keys() & self.trainings.keys()):
             raise ConfigError(f"{', '.join(twice)}: both in the grid and among the trainings")
-        if twice := sorted(self.checkpoints.keys() & (self._from_grid() | self.trainings).keys()):
+        if twice := sorted(self.checkpoints.keys() & (from_grid | self.trainings).keys()):
             raise ConfigError(f"{', '.join(twice)}: both among the checkpoints and among the trainings")
         if not self.runs:
             raise ConfigError("runs must name a folder, got an empty text")
@@ -143,32 +144,39 @@ class StudyConfig:
         data = [f"data={self.data}"] if self.data else []
         return [*self.arguments.get("train", []), *data, *self.trainings[name]]
 
-    def _from_grid(self) -> dict[str, list[str]]:
-        trainings = {}
-        for chosen in itertools.product(*self.grid.values()) if self.grid else ():
-            values = list(zip(self.grid, chosen, strict=True))
-            # For instance `0.5b_l1_2e-05_seed_0`.
-            words = [v if key == "model" else f"{key.rpartition('.')[2]}_{_plain(v)}" for key, v in values]
-            trainings["_".join(words)] = [f"{key}={value}" for key, value in values]
-        return trainings
-
 
 def _kind_and_arguments(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Kind and arguments of an item in `benchmarks`; the first word may name the kind."""
     return (words[0], words[1:]) if words and words[0] in BENCHMARKS else ("bench_kernels", words)
 
 
-def _plain(value: str) -> str:
-    """A canonical name: equal numbers get equal names, however they are written."""
+def sweep(values: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Every combination of options' values, as arguments, keyed by a name made from the values
+    (`0.5b_l1_2e-05_seed_0`).
+
+    Raises:
+        ConfigError: two combinations have one name.
+    """
+    runs: dict[str, list[str]] = {}
+    for chosen in itertools.product(*values.values()):
+        pairs = list(zip(values, chosen, strict=True))
+        name = "_".join(value_name(key, value) for key, value in pairs)
+        if name in runs:
+            raise ConfigError(f"two of the runs would be called {name}: give their values in separate commands")
+        runs[name] = [f"{key}={value}" for key, value in pairs]
+    return runs
+
+
+def value_name(key: str, value: object) -> str:
+    """The part of a run's name for a value: `seed_1`; for the model, its name. Equal numbers get equal names, however
+    they are written."""
+    plain = str(value)
     for number in (int, float):
         with contextlib.suppress(ValueError):
-            return str(number(value))
-    return value
-
-
-def study_names() -> list[str]:
-    """The studies in this repository."""
-    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+            plain = str(number(plain))
+            break
+    plain = _NOT_IN_NAMES.sub("-", plain).strip("-") or "none"
+    return plain if key == "model" else f"{key.rpartition('.')[2]}_{plain}"
 
 
 def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
@@ -183,7 +191,7 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
         path = find_yaml(name, STUDIES, "study")
         with listing_options(StudyConfig, f"study={name}"):
             config = parse(StudyConfig, [f"config={path}", *arguments])
-            trainings = config._from_grid() | config.trainings
+            trainings = (sweep(config.grid) if config.grid else {}) | config.trainings
             return replace(config, name=check_name(path.stem, "study"), trainings=trainings, grid={})
 
 
@@ -407,13 +415,24 @@ def command_items(module: str, arguments: Sequence[str]) -> tuple[str, Path, lis
     Raises:
         ConfigError: no such module, one without a typed configuration, or wrong arguments.
     """
-    swept = combinations(arguments)
+    swept: dict[str, list[str]] = {}
+    fixed = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        values = [value.replace("\\,", ",") for value in _BETWEEN.split(text)]
+        if len(values) == 1:
+            fixed.append(key + equals + values[0])
+        elif "" in values or len(set(values)) < len(values):
+            raise ConfigError(f"{key} must be given values that differ, got {text!r} ({_COMMAS})")
+        else:
+            swept[key] = values
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     base = given.get("run.item", "" if module == "experiments.train" else module.rpartition(".")[2])
-    if len(swept) > 1 and "," in given.get("run.item", ""):
+    if "run.item" in swept:
         raise ConfigError("run.item: give one name, which then begins those of the runs, or none")
     items, configs = [], {}
-    for name, own in swept.items():
+    for name, chosen in sweep(swept).items():
+        own = [*fixed, *chosen]
         try:
             study, item, config = _command_item(module, own)
         except ConfigError as error:
@@ -459,58 +478,3 @@ def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item, Any
     kind = "nonzeros" if program == "gather_nonzeros" else program
     item = replace(item, name=check_name(name, "item"), kind=kind, folder=folder, expected=expected)
     return check_name(run.study, "study"), item, config
-
-
-def alternatives(text: str) -> list[str]:
-    """The comma-separated values of `text`. Commas in brackets or quotes, or after a backslash, are part of a value."""
-    values, depth, quote, previous = [""], 0, "", ""
-    for character in text:
-        if character == "," and not depth and not quote and previous != "\\":
-            values.append("")
-            previous = ""
-            continue
-        if character == "," and previous == "\\":
-            values[-1] = values[-1][:-1]
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        else:
-            depth += (character in _OPEN) - (character in _CLOSE)
-        values[-1] += character
-        previous = character
-    return values if not quote and depth == 0 else [text]
-
-
-def combinations(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Every combination of the arguments' values, keyed by a name made from the values that differ
-    (`0.5b_seed_1_l1_2e-5`). If no argument has several values, a single combination without a name.
-
-    Raises:
-        ConfigError: a value is empty or repeated.
-    """
-    swept: dict[str, list[str]] = {}
-    fixed = []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        values = alternatives(text)
-        if len(values) == 1:
-            fixed.append(key + equals + values[0])
-            continue
-        if "" in values or len(set(values)) < len(values):
-            raise ConfigError(f"{key} must be given values that differ, got {text!r} ({_COMMAS})")
-        swept[key] = values
-    runs: dict[str, list[str]] = {}
-    for chosen in itertools.product(*swept.values()):
-        pairs = list(zip(swept, chosen, strict=True))
-        name = "_".join(value_name(key, value) for key, value in pairs)
-        if name in runs:
-            raise ConfigError(f"two of the runs would be called {name}: give their values in separate commands")
-        runs[name] = [*fixed, *(f"{key}={value}" for key, value in pairs)]
-    return runs
-
-
-def value_name(key: str, value: object) -> str:
-    """The part of a run's name for a value: `seed_1`; for the model, its name."""
-    plain = _NOT_IN_NAMES.sub("-", str(value)).strip("-") or "none"
-    return plain if key == "model" else f"{key.rpartition('.')[2]}_{plain}"

@@ -24,13 +24,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.run.config import load_config, parse
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
-from experiments.run.train_config import science
+from experiments.run.train_config import science, science_differences
 
 MADE_FROM = "needs.json"
 PREPARE = "prepare_data"  # the kind of items that make token files
@@ -158,16 +158,6 @@ def config_of(item: Item) -> Any:
         raise ConfigError(f"{item.name}: {error}") from error
 
 
-def check_arguments(items: Iterable[Item]) -> dict[str, Any]:
-    """Parse every item's arguments as its program will, so that a mistake shows before anything waits in a queue.
-    Returns the configurations, by the items' names.
-
-    Raises:
-        ConfigError: naming the item.
-    """
-    return {item.name: config_of(item) for item in items}
-
-
 def config_difference(item: Item) -> str | None:
     """The difference between what the item was made with and what is asked for; None if equal.
 
@@ -186,25 +176,7 @@ def config_difference(item: Item) -> str | None:
         saved = load_config(type(asked), path)
     except (ConfigError, UnicodeDecodeError, OSError) as error:
         return f"made by another version: {error}"
-    change = difference(saved, asked)
-    return None if change is None else str(change)
-
-
-class Change(NamedTuple):
-    """An option that two configurations of one class do not have in common."""
-
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} was {self.before!r}, now {self.now!r}"
-
-
-def difference(saved: Any, asked: Any) -> Change | None:
-    """The first option with an effect on results that differs between two configurations of one class."""
-    before, now = science(saved), science(asked)
-    return next((Change(key, before[key], value) for key, value in now.items() if before[key] != value), None)
+    return science_differences(science(saved), science(asked)) or None
 
 
 # --- what is done -----------------------------------------------------------------------------------------------------

@@ -112,15 +112,18 @@ def compare(
         own_rows = {metric: (measured[candidate.name, metric], measured.get((base_name, metric))) for metric in metrics}
         own_rows |= {metric: (known, None) for metric, known in candidate.known.items()}
         for metric, (own, base) in own_rows.items():
-            if metric in PER_CALL and candidate.tokens:
-                base = None
+            relation: dict[str, Any] = {}
+            if base is not None and base.value and own.value and not (metric in PER_CALL and candidate.tokens):
+                is_larger = metric in LARGER_IS_BETTER
+                ratio = own.value / base.value if is_larger else base.value / own.value  # above 1 is better
+                relation = {"baseline": baseline, "ratio": ratio}
             rows.append(
                 make_row(
                     **common
                     | _identity(candidate)
                     | {"metric": metric, "check_error": candidate.check_error, "tokens": candidate.tokens or tokens}
                     | own.columns()
-                    | _relation(metric, own, base, baseline)
+                    | relation
                 )
             )
     for absent in (a for a in alternatives if isinstance(a, Absent)):
@@ -160,11 +163,3 @@ def _measure(
         }
         measured |= {(candidate.name, metric): measures[metric]() for metric in {"throughput", *metrics}}
     return measured
-
-
-def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:
-    """Columns `baseline` and `ratio` (improvement: above 1 is better), where both have a value."""
-    if base is None or not base.value or not own.value:
-        return {}
-    ratio = own.value / base.value if metric in LARGER_IS_BETTER else base.value / own.value
-    return {"baseline": baseline, "ratio": ratio}

@@ -172,7 +172,7 @@ class BlockPlans:
     def restore(self, state: dict[str, Any], rank: int) -> None:
         """Restore what options and machine still allow: another backend, capacity or backup in the configuration
         replaces the saved one."""
-        plans, measured = [Plan.of(plan) for plan in state["plans"]], state["measured"]
+        plans = [Plan.of(plan) for plan in state["plans"]]
         capacities = state["capacities"][rank] if rank < len(state["capacities"]) else None
         for layer, block in enumerate(self._sparse_blocks()):
             saved = plans[layer]
@@ -180,6 +180,6 @@ class BlockPlans:
                 continue
             hot = saved.indices if self._config.hot_neurons else ()
             block.plan = replace(block.plan, backend=saved.backend, hot=hot)
-            self._measured[layer], self._fitted[layer] = measured[layer], state.get("fitted", measured)[layer]
+            self._measured[layer], self._fitted[layer] = state["measured"][layer], state["fitted"][layer]
             if capacities is not None and block.plan.capacity is None and saved.capacity is None and capacities[layer]:
                 block.current_capacity = capacities[layer]

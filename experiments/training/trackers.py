@@ -15,17 +15,7 @@ from experiments.run.files import sha256_json
 from experiments.run.train_config import TrainConfig
 from experiments.training.metrics import Record
 
-LAYER_METRICS = ("nonzeros", "dead_fraction")
-WHOLE_MODEL = (
-    "cross_entropy",
-    "validation_cross_entropy",
-    "l1",
-    "l1_coefficient",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_s",
-    "memory_gb",
-)
+NO_METRICS = ("step", "tokens", "seconds", "backend")
 Write = Callable[[int, dict[str, float]], None]  # of a step and its numbers by name
 
 
@@ -100,10 +90,13 @@ def trackers(config: TrainConfig, step: int) -> Iterator[Callable[[Record], None
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a record, by name: those of the whole model, means over layers, and one for each layer
     (`nonzeros/layer_3`)."""
-    found = {name: record[name] for name in WHOLE_MODEL if record.get(name) is not None}
-    for name in LAYER_METRICS:
-        layers = record[name]
-        found[name] = sum(layers) / len(layers)
-        found |= {f"{name}/layer_{layer}": value for layer, value in enumerate(layers)}
-    found["sparse_layers"] = sum(backend != "dense" for backend in record["backend"])
+    found: dict[str, float] = {"sparse_layers": sum(backend != "dense" for backend in record["backend"])}
+    for name, value in record.items():
+        if name in NO_METRICS:
+            continue
+        if isinstance(value, list):
+            found[name] = sum(value) / len(value)
+            found |= {f"{name}/layer_{layer}": of_layer for layer, of_layer in enumerate(value)}
+        else:
+            found[name] = value
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}

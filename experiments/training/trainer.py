@@ -405,8 +405,7 @@ class Trainer:
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        if "plans" in state:  # else it is of an earlier version, and all blocks are dense until they are measured
-            self.plans.restore(state["plans"], self.group.rank)
+        self.plans.restore(state["plans"], self.group.rank)
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
