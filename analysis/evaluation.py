@@ -12,7 +12,7 @@ import pandas as pd
 from analysis import choose, comparison, describe
 from analysis.choose import where
 from analysis.load import FIGURES, Results
-from analysis.render import significant
+from analysis.render import markdown, significant
 
 # Rows of the demo's trainings on other processors, with the column `processor`.
 PROCESSOR_ROWS = FIGURES / "demo" / "processors.csv"
@@ -85,25 +85,18 @@ def page(results: Results) -> str:
     trained = choose.trainings(results.rows)
     defined = comparison.studies()
     by_hand = [f"`{name}`\n{BY_HAND}" for name in dict.fromkeys(results.rows["study"]) if name not in defined]
-    parts = [START, _markdown(_studies(results.rows, trained)), "".join(by_hand), CHECKED]
+    parts = [START, markdown(_studies(results.rows, trained)), "".join(by_hand), CHECKED]
     demo = where(trained, study="demo")
-    parts.append(_markdown(_losses(results.rows, demo)) if len(demo) else "There are no rows of the demo yet.\n")
-    if len(demo) and PROCESSOR_ROWS.is_file():
-        parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))
-        rows = pd.read_csv(PROCESSOR_ROWS, keep_default_na=False, na_values={"layer": "", "value": ""})
-        lines = []
-        for name, own in rows.groupby("processor", sort=False):
-            committed = where(results.rows, study="demo", op="train", item=tuple(own["item"]))
-            criteria = comparison.of_trainings(committed, own)
-            lines.append({"processor": name} | dict(zip(criteria["name"], criteria["found"], strict=True)))
-        parts.append(_markdown(pd.DataFrame(lines)))
-    parts.append(OTHER_STUDIES)
+    parts.append(markdown(_losses(results.rows, demo)))
+    parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))
+    rows = pd.read_csv(PROCESSOR_ROWS, keep_default_na=False, na_values={"layer": "", "value": ""})
+    lines = []
+    for name, own in rows.groupby("processor", sort=False):
+        committed = where(results.rows, study="demo", op="train", item=tuple(own["item"]))
+        criteria = comparison.of_trainings(committed, own)
+        lines.append({"processor": name} | dict(zip(criteria["name"], criteria["found"], strict=True)))
+    parts += [markdown(pd.DataFrame(lines)), OTHER_STUDIES]
     return "\n".join(filter(None, parts))
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.astype(str).to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
 def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
