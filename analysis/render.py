@@ -211,12 +211,14 @@ def _without_numbers(frame: pd.DataFrame) -> pd.Series:
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
-    """Why rows lack some of their numbers: one sentence for each scale, L1 value and reason."""
+    """Why rows lack some of their numbers: one sentence for each scale and reason, with the L1 values."""
     if "note" not in frame:
         return []
     partly = frame[(frame["note"] != "") & ~_without_numbers(frame)]
-    lines = (f"{row.scale} at L1 {l1_label(row.l1)}: {row.note}" for row in partly.itertuples())
-    return list(dict.fromkeys(lines))
+    return [
+        f"{scale} at L1 {', '.join(dict.fromkeys(map(l1_label, rows['l1'])))}: {note}"
+        for (scale, note), rows in partly.groupby(["scale", "note"], sort=False)
+    ]
 
 
 def _cell(name: str, column: Column, value: Any) -> str:

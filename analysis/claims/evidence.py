@@ -92,7 +92,10 @@ class Evidence:
     @property
     def width(self) -> float:
         """Neurons in each block of the sweep's model."""
-        return float(self.sweep["intermediate"].iloc[0])
+        widths = self.sweep["intermediate"].dropna()
+        if widths.empty:
+            raise Untested("how many neurons a block has is not in the rows")
+        return float(widths.iloc[0])
 
     @property
     def place(self) -> str:

@@ -59,12 +59,12 @@ def unregularised(evidence: Evidence) -> Finding:
     rows = _trained_enough(choose.relu_runs(rows), evidence)
     shares = {}
     for model in choose.by_size(rows["model"]):
-        counted = nonzeros_rows(choose.equally_trained(where(rows, model=model)))
+        counted = nonzeros_rows(choose.equally_trained(where(rows, model=model))).dropna(subset="intermediate")
         share = counted["value"] / counted["intermediate"].astype("float64")
         shares[model] = stats.of_seeds(counted.assign(value=share))
     known = {model: of_seeds.mean() for model, of_seeds in shares.items() if len(of_seeds)}
     if not known:
-        raise Untested("non-zeros without L1 are not in the rows")
+        raise Untested("non-zeros without L1, or the number of neurons, are not in the rows")
     theirs = paper.fact(3, r"(\d+) non-zeros at L1=0") / paper.WIDTH
     off = {model: share / theirs for model, share in known.items() if not 1 / 1.5 <= share / theirs <= 1.5}
     reasons = [f"{significant(times, 2)} times the paper's share at {model}" for model, times in off.items()]
