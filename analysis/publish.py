@@ -214,7 +214,7 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
             target = out / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             written.append(path.replace(target))
-        names = {item.name for item in (*FIGURES, *catalogue.ALL)}
+        names = {draw.name for draw in FIGURES} | {spec.name for spec in catalogue.ALL}
         for source in [path.parent for path in written if path.name == "rows.csv"]:
             stale = {path for path in source.iterdir() if path.stem in names or path.suffix == ".parquet"} - set(
                 written

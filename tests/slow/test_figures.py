@@ -29,7 +29,6 @@ from analysis import figures, schema, stats, tables
 from analysis.choose import l1_label, where
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.figures.blocks import fastest_on_synthetic
-from analysis.figures.drawn import lay_out
 from analysis.gains import gains
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
@@ -467,14 +466,6 @@ def test_an_axis_without_a_value_above_zero_stays_linear():
         style.log_axis(axes.yaxis)
         picture.draw_without_rendering()
         assert axes.get_yscale() == ("log" if max(values) > 0 else "linear")
-
-
-def test_an_axis_that_matplotlib_made_logarithmic_has_plain_numbers():
-    picture, ((axes,),) = style.panels(1, 1, 2)
-    axes.plot([2, 2000], [1, 2])
-    axes.set_xscale("log")
-    lay_out(picture)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "10", "100", "1000", "10000"]
 
 
 def test_dense_rows_are_no_series(drawn):
