@@ -10,9 +10,9 @@ built from. Without arguments, everything in the repository that shows a number 
 folder in paper_figures, the pages above them (claims, evaluation, and index.html, which git ignores), RESULTS.md, and
 the marked blocks of README.md and kernels/README.md. The same rows give the same bytes.
 
-Everything is built in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
-stops half-way leaves `out` unchanged. If a table, figure or claim cannot be built from the rows, the reason is printed
-in its place, the others are built, and the exit code is 1.
+Everything is built in a temporary folder beside `out` and moved into place at the end: a build that stops half-way
+leaves `out` unchanged. If a table, figure or claim cannot be built from the rows, the reason is printed, the others are
+built, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -9,9 +9,26 @@ from analysis.choose import where
 from analysis.render import device, significant
 
 
-def by_model(trainings: pd.DataFrame) -> list[str]:
+def by_model(trained: pd.DataFrame) -> list[str]:
     """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
-    return [_model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])]
+    sentences = []
+    for name in choose.model_order(trained["model"]):
+        trainings = where(trained, model=name)
+        parts = [f"{listed(trainings['layers'], ' or ')} layers, N = {listed(trainings['intermediate'], ' or ')}"]
+        tokens = trainings["tokens_trained"].dropna()
+        if len(tokens):
+            per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
+            text = " or ".join(sorted(set(trainings["text"]) - {""}))
+            times = passes(trainings)
+            parts.append(
+                f"{listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} "
+                f"per parameter; the paper: 20)"
+                + (f" of {text}" if text else "")
+                + (f", about {times} passes over it" if times else "")
+            )
+        behind = [seeds(trainings["seed"]), devices(trainings["device"])]
+        sentences.append(f"{name} model: {'; '.join([*parts, *behind])}.")
+    return sentences
 
 
 def brief(trainings: pd.DataFrame) -> str:
@@ -28,22 +45,6 @@ def brief(trainings: pd.DataFrame) -> str:
 def counted(seeds: int) -> str:
     """ "1 seed", "3 seeds"."""
     return "1 seed" if seeds == 1 else f"{seeds} seeds"
-
-
-def _model(name: str, trainings: pd.DataFrame) -> str:
-    parts = [f"{listed(trainings['layers'], ' or ')} layers, N = {listed(trainings['intermediate'], ' or ')}"]
-    tokens = trainings["tokens_trained"].dropna()
-    if len(tokens):
-        per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
-        text = " or ".join(sorted(set(trainings["text"]) - {""}))
-        times = passes(trainings)
-        parts.append(
-            f"{listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
-            f"parameter; the paper: 20)"
-            + (f" of {text}" if text else "")
-            + (f", about {times} passes over it" if times else "")
-        )
-    return f"{name} model: {'; '.join([*parts, seeds(trainings['seed']), devices(trainings['device'])])}."
 
 
 def passes(trainings: pd.DataFrame) -> str:
@@ -84,26 +85,6 @@ def dead_and_silent(rows: pd.DataFrame) -> str:
         parts.append(f"silent is a neuron that fires for none of the {tokens} on which non-zeros were counted")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-TIMED = {"model_forward": "forward", "model_training": "training step"}
-
-
-def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
-    """The models that were timed at another step than the last one of every training of theirs with the same L1."""
-    variant = ["model", "l1"]
-    known = timed.dropna(subset=["step", "l1"])[[*variant, "op", "step"]].drop_duplicates()
-    parts = []
-    for (model, l1), own in known.sort_values([*variant, "op", "step"]).groupby(variant):
-        last = where(trainings, model=model, l1=l1)["step"].dropna()
-        others = own[~own["step"].isin(set(last))]
-        if len(last) and len(others):
-            what = " and ".join(TIMED.get(op, op) for op in dict.fromkeys(others["op"]))
-            parts.append(
-                f"{what} of {model} at L1 {choose.l1_label(l1)} (after {listed(others['step'], ' and ')} steps; the "
-                f"training has {listed(last, ' or ')})"
-            )
-    return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
 
 
 def listed(values: pd.Series, word: str) -> str:

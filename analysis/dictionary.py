@@ -1,9 +1,5 @@
 """The data dictionary: every table of a folder of results, with what a row is, and the type, unit and meaning of each
-column.
-
-    frame("rows", "masks")    # for notebooks
-    markdown()                # all tables, as a page
-"""
+column."""
 
 from __future__ import annotations
 
@@ -155,19 +151,13 @@ TABLES: Mapping[str, Table] = {
 }  # fmt: skip
 
 
-def frame(*names: str) -> pd.DataFrame:
-    """One line for each column of these tables (none named: of all): table, column, type, unit, meaning."""
-    lines = [(name, *column) for name in names or TABLES for column in TABLES[name].columns]
-    return pd.DataFrame(lines, columns=["table", "column", "type", "unit", "meaning"])
-
-
 def markdown() -> str:
     """Every table of a folder of results, and the metrics of its rows, as a page."""
     parts = ["# Data dictionary\n", "The tables of a folder of results, such as `paper_figures/h200`.\n"]
     for name, table in TABLES.items():
         parts += [f"## {table.file}\n", f"One row: {table.row}.\n"]
         parts += [f"{PACKING}\n"] if name == "masks" else []
-        parts.append(render.markdown(frame(name).drop(columns="table")))
+        parts.append(render.markdown(pd.DataFrame(table.columns, columns=["column", "type", "unit", "meaning"])))
         if name == "rows":
             metrics = [(f"`{metric}`", about.unit, about.meaning) for metric, about in schema.METRICS.items()]
             operations = [(f"`{op}`", meaning) for op, meaning in schema.OPS.items()]

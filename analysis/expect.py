@@ -33,7 +33,6 @@ MOST_ERROR_PCT = 10.0  # median over the held-out layers of a plan
 AXES = {"mean_nnz": "non-zeros", "hot_share": "hot share"}
 USUAL_TOKENS = 16_384  # of the command that measures a shape
 AROUND = (0.8, 1.25)  # times the non-zeros asked for: those that the command measures
-MOST_TOKENS_FACTOR = 2.0  # between the tokens of a call and those of the measured one that stands for it
 # The synthetic patterns of `twell.testing.make_problem`: log-normal firing rates of the neurons that are not dead.
 DEAD, RATE_SPREAD, HIGHEST_RATE, HOTTEST = 0.3, 1.0, 0.6, 0.1
 
@@ -43,8 +42,7 @@ def expected_gain(
     hidden: int,
     intermediate: int,
     active: float,
-    tokens: int | None = None,
-    hot_share: float | None = None,
+    hot_share: float,
     *,
     gated: bool = True,
 ) -> pd.DataFrame | Absent:
@@ -53,20 +51,20 @@ def expected_gain(
     Args:
         hidden, intermediate: K and N.
         active: mean share of the neurons that are active for a token.
-        tokens: M, tokens in one call; None: of each operation and device, the number that was measured most.
-        hot_share: share of all non-zeros in the most active tenth of the neurons, without which plans with hot neurons
-            are refused. Blocks on synthetic patterns alone stand for every share.
+        hot_share: share of all non-zeros in the most active tenth of the neurons. Blocks on synthetic patterns alone
+            stand for every share.
 
     Returns:
-        op, device, plan, backend, tokens; ratio, the expected dense time over sparse time; dense_ms and time_ms;
-        blocks, the number of measured blocks; refused: why there is no ratio. `Absent` for a shape that was not
-        measured, with the commands that measure it and read the rows.
+        op, device, plan, backend; tokens in one call, of each operation and device those measured most; ratio, the
+        expected dense time over sparse time; dense_ms and time_ms; blocks, the number of measured blocks; refused: why
+        there is no ratio. `Absent` for a shape that was not measured, with the commands that measure it and read the
+        rows.
 
     Raises:
         ValueError: `active` or `hot_share` is no share.
     """
     for name, share in (("active", active), ("hot_share", hot_share)):
-        if share is not None and not 0 < share <= 1:
+        if not 0 < share <= 1:
             raise ValueError(f"{name} is a share, above 0 and at most 1, got {share}")
     blocks = measured_blocks(results)
     nonzeros = active * intermediate
@@ -76,19 +74,25 @@ def expected_gain(
         command = (
             f'python -m experiments.bench_kernels "ops=[{FORWARD[0]},{TRAINING[0]}]" hidden={hidden} '
             f'intermediate={intermediate} gated={str(gated).lower()} "mean_nnz=[{around}]" '
-            f'"tokens=[{tokens or USUAL_TOKENS}]" "backends=[hopper,hopper+hot,hopper+ordered,triton]" '
+            f'"tokens=[{USUAL_TOKENS}]" "backends=[hopper,hopper+hot,hopper+ordered,triton]" '
             "&& TWELL_RESULTS=runs/local/bench_kernels jupyter lab notebooks/your_model.ipynb"
         )
-        return Absent("expected-gain", "Expected gain", _missing_shape(blocks, hidden, intermediate, gated), command)
+        shape = f"{'gated' if gated else 'non-gated'} blocks with K = {hidden:,} and N = {intermediate:,}"
+        return Absent("expected-gain", "Expected gain", f"times of {shape}", command)
     lines = []
     for ops in (FORWARD, TRAINING):
         for _, of_device in where(alike, op=ops).groupby("device", sort=False):
             op = next(op for op in ops if op in set(of_device["op"]))
             of_op = where(of_device, op=op)
             calls = of_op["tokens"].value_counts().sort_index(ascending=False)
-            nearest = calls.idxmax() if tokens is None else min(calls.index, key=lambda m: abs(math.log(m / tokens)))
-            for key, group in where(of_op, tokens=nearest).groupby(GROUP, sort=False):
-                lines.append(dict(zip(GROUP, key, strict=True)) | _line(group, nonzeros, hot_share, tokens or nearest))
+            for key, group in where(of_op, tokens=calls.idxmax()).groupby(GROUP, sort=False):
+                ratio, refused = _predict(group, nonzeros, hot_share)
+                if (error := _held_out(group).median()) > MOST_ERROR_PCT:
+                    ratio, refused = math.nan, f"held-out layers are predicted with a median error of {error:.0f}%"
+                dense_ms = math.nan if refused else group["dense_ms"].median()
+                times = {"ratio": ratio, "dense_ms": dense_ms, "time_ms": dense_ms / ratio}
+                named = dict(zip(GROUP, key, strict=True))
+                lines.append(named | times | {"blocks": len(group), "refused": refused})
     return pd.DataFrame(lines).round({"dense_ms": 3})
 
 
@@ -157,27 +161,12 @@ def synthetic_hot_share(nonzeros: float, neurons: int) -> float:
     return float(rates[-round(HOTTEST * neurons) :].sum() / rates.sum())
 
 
-def _line(group: pd.DataFrame, nonzeros: float, hot_share: float | None, tokens: int) -> dict[str, object]:
-    """The expected times of one plan: the measured ones, in proportion to the tokens."""
-    factor = tokens / group["tokens"].iloc[0]
-    ratio, refused = _predict(group, nonzeros, hot_share)
-    if not 1 / MOST_TOKENS_FACTOR <= factor <= MOST_TOKENS_FACTOR:
-        ratio, refused = math.nan, f"measured with {int(group['tokens'].iloc[0]):,} tokens"
-    if (error := _held_out(group).median()) > MOST_ERROR_PCT:
-        ratio, refused = math.nan, f"held-out layers are predicted with a median error of {error:.0f}%"
-    dense_ms = group["dense_ms"].median() * factor if not refused else math.nan
-    times = {"ratio": ratio, "dense_ms": dense_ms, "time_ms": dense_ms / ratio}
-    return {"tokens": tokens, **times, "blocks": len(group), "refused": refused}
-
-
-def _predict(group: pd.DataFrame, nonzeros: float, hot_share: float | None) -> tuple[float, str]:
+def _predict(group: pd.DataFrame, nonzeros: float, hot_share: float) -> tuple[float, str]:
     """The expected ratio and "", or NaN and the reason. `group`: measured blocks of one plan."""
     if group.empty:
         return math.nan, "not measured"
     axes = {"mean_nnz": nonzeros}
     if group["plan"].iloc[0] in HOT and (group["run"] != "synthetic").any():
-        if hot_share is None:
-            return math.nan, "depends on the hot share, which is not given"
         axes["hot_share"] = hot_share
     for name, value in axes.items():
         least, most = group[name].min(), group[name].max()
@@ -198,18 +187,3 @@ def _predict(group: pd.DataFrame, nonzeros: float, hot_share: float | None) -> t
     weighted = terms * weight[:, None]
     logarithm = np.linalg.solve(weighted.T @ terms + small, weighted.T @ np.log(group["ratio"].to_numpy(dtype=float)))
     return float(np.exp(logarithm[0])), ""
-
-
-def _missing_shape(blocks: pd.DataFrame, hidden: int, intermediate: int, gated: bool) -> str:
-    missing = f"times of {'gated' if gated else 'non-gated'} blocks with K = {hidden:,} and N = {intermediate:,}"
-    if blocks.empty:
-        return missing
-    size = (blocks["hidden"] * blocks["intermediate"]).astype(float)
-    off = (size / (hidden * intermediate)).map(math.log).abs() + 10.0 * (blocks["gated"] != gated)
-    near = where(blocks, **blocks.loc[off.idxmin(), ["hidden", "intermediate", "gated"]])
-    kind = "gated" if near["gated"].iloc[0] else "non-gated"
-    nonzeros = f"{significant(near['mean_nnz'].min())} to {significant(near['mean_nnz'].max())}"
-    return (
-        f"{missing} (the nearest that were measured are {kind}, K = {int(near['hidden'].iloc[0]):,}, "
-        f"N = {int(near['intermediate'].iloc[0]):,}, with {nonzeros} non-zeros)"
-    )

@@ -97,18 +97,16 @@ def load(*sources: Path | str) -> Results:
         ResultsError: a file is damaged, see `analysis.read`, two different trainings have one name, or trainings that
             would count as seeds of one differ in another option.
     """
-    return _combined([_read_source(Path(source)) for source in sources])
+    return _combined([part for source in sources for part in _read_source(Path(source))])
 
 
-def _combined(sources: Sequence[_Source]) -> Results:
-    """The results of several sources as one."""
-    unfinished = [path for source in sources for path in source.unfinished]
-    notes = [f"{path}: no rows.csv yet: the run is unfinished and is left out" for path in unfinished]
-    parts = list({part.folder: part for source in sources for part in source.parts}.values())
-    notes += [note for part in parts for note in part.notes]
+def _combined(parts: Sequence[_Part]) -> Results:
+    """The results of several folders as one."""
+    name = " and ".join(dict.fromkeys(part.source for part in parts))
+    parts = list({part.folder: part for part in parts}.values())
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
-    notes += replaced
+    notes = [note for part in parts for note in part.notes] + replaced
     # Curves and non-zeros of a run are those of the folder with its latest row.
     dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=part.folder) for part in parts])
     newest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
@@ -120,7 +118,6 @@ def _combined(sources: Sequence[_Source]) -> Results:
         log.warning(note)
     columns = {"curves": (*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"), "settings": SETTING_COLUMNS}
     curves, settings = (tables.pop(name, pd.DataFrame(columns=list(empty))) for name, empty in columns.items())
-    name = " and ".join(dict.fromkeys(source.name for source in sources))
     return Results(rows, curves, tables, settings, tuple(notes), name)
 
 
@@ -131,7 +128,7 @@ def side_by_side(*sources: Path | str) -> Results:
         As `load` does.
     """
     read = [_read_source(Path(source)) for source in sources]
-    return replace(_combined(read), sources=tuple(_combined([source]) for source in read))
+    return replace(_combined([part for parts in read for part in parts]), sources=tuple(map(_combined, read)))
 
 
 def committed(folder: Path = FIGURES) -> Results:
@@ -148,27 +145,25 @@ def default_results() -> Results:
 
 @dataclass(frozen=True)
 class _Part:
+    """One folder of results; `source`: the name of the source that it lies in."""
+
+    source: str
     folder: Path
     rows: pd.DataFrame
     tables: dict[str, pd.DataFrame]
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class _Source:
-    name: str
-    parts: list[_Part]
-    unfinished: list[Path]
-
-
-def _read_source(source: Path) -> _Source:
+def _read_source(source: Path) -> list[_Part]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a folder; wanted a run folder, a study or a built folder")
     folders = _folders_with(source, "rows.csv")
     if not folders:
         raise FileNotFoundError(f"{source} holds no rows.csv; has a run finished there?")
     unfinished = [folder for folder in _folders_with(source, "metrics.jsonl") if not (folder / "rows.csv").exists()]
-    return _Source(source.name, [_read_folder(folder) for folder in folders], unfinished)
+    parts = [_read_folder(source.name, folder) for folder in folders]
+    parts[0].notes.extend(f"{folder}: no rows.csv yet: the run is unfinished and is left out" for folder in unfinished)
+    return parts
 
 
 def _folders_with(source: Path, name: str) -> list[Path]:
@@ -181,7 +176,7 @@ def _folders_with(source: Path, name: str) -> list[Path]:
     ]
 
 
-def _read_folder(folder: Path) -> _Part:
+def _read_folder(source: str, folder: Path) -> _Part:
     rows, unnamed = _named(read_rows(folder / "rows.csv"))
     tables: dict[str, pd.DataFrame] = {}
     if (folder / "metrics.jsonl").exists():
@@ -208,7 +203,7 @@ def _read_folder(folder: Path) -> _Part:
             if unknown := set(table["item"].unique()) - set(rows["item"]):
                 raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {folder / 'rows.csv'}")
     notes = [f"{folder / 'rows.csv'}: the model of {item} has no name: the item's is used" for item in unnamed]
-    return _Part(folder, rows, tables, notes)
+    return _Part(source, folder, rows, tables, notes)
 
 
 def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

@@ -12,7 +12,6 @@ from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
 from analysis.claims.evidence import FAILS, HOLDS, INCONSISTENT
 from analysis.figures import Drawn
-from analysis.figures.drawn import NotMeasured
 from analysis.figures.frontier import points as frontier_points
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
@@ -185,13 +184,8 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
 
 
 def _at_equal_time(results: Results) -> str:
-    """Sparse models against dense ones with fewer neurons; nothing where none was trained and timed."""
-    try:
-        compared = frontier_points(results).dropna(subset="beyond")
-    except NotMeasured:
-        return ""
-    if compared.empty:
-        return ""
+    """Sparse models against dense ones with fewer neurons."""
+    compared = frontier_points(results).dropna(subset="beyond")
     size = compared["scale"].iloc[-1]  # the largest
     compared = compared[compared["scale"] == size]
     changes = {

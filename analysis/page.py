@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from analysis import choose, claims, describe, explorer, render, schema
+from analysis import choose, claims, describe, explorer, render
 from analysis.catalogue import Table
 from analysis.claims import Claim
 from analysis.claims.evidence import INCONSISTENT, SHORT, UNTESTED
@@ -29,9 +29,7 @@ INTRODUCTION = (
 def common(results: Results) -> list[str]:
     """What holds for all tables and figures: the sentences at the top of a page."""
     trainings = choose.trainings(results.rows)
-    timed = choose.where(choose.made_for_speed(results.rows), op=schema.WHOLE_MODELS)
-    also = [describe.dead_and_silent(results.rows), describe.other_checkpoints(timed, trainings)]
-    return [*COMMON, *describe.by_model(trainings), *filter(None, also)]
+    return [*COMMON, *describe.by_model(trainings), *filter(None, [describe.dead_and_silent(results.rows)])]
 
 
 def html_page(
@@ -44,7 +42,7 @@ def html_page(
     checked: all claims.
     """
     if not results.sources:
-        figures = [of for of in figures if of[0].is_broken or not of[0].is_placeholder]
+        figures = [of for of in figures if not of[0].is_placeholder]
         checked = [claim for claim in checked if claim.verdict not in (INCONSISTENT, SHORT, UNTESTED)]
     charts = [view for view in (draw(results) for draw in explorer.CHARTS) if isinstance(view, explorer.Chart)]
     data = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)

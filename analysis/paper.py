@@ -29,15 +29,9 @@ def published_kernels() -> pd.DataFrame:
     return known.drop_duplicates(["op", "gated", "tokens", "hidden", "intermediate", "mean_nnz"], keep="last")
 
 
-@functools.cache
-def figures() -> pd.DataFrame:
-    """The content and the published facts of each figure, indexed by the figure's number."""
-    return pd.read_csv(REFERENCE / "figures.csv", keep_default_na=False).set_index("figure")
-
-
 def facts(figure: int) -> str:
     """The published facts of a figure as text; empty if there are none."""
-    return figures().loc[figure, "published_facts"]
+    return table("figures").set_index("figure")["published_facts"].fillna("")[figure]
 
 
 def fact(figure: int, pattern: str) -> float:

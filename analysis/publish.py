@@ -26,7 +26,7 @@ MASK_TOKENS = 2048  # at most so many tokens of each run's masks
 
 
 def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Path]:
-    """Write everything into `out`; returns the paths written, data first.
+    """Write everything into `out`; returns the paths written.
 
     Raises:
         FileNotFoundError: a source does not exist or holds no results.
@@ -201,7 +201,7 @@ def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measur
 
 @contextlib.contextmanager
 def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yields a temporary folder to write into, and a list that receives the final paths in `out`, pages last.
+    """Yields a temporary folder to write into, and a list that receives the final paths in `out`.
 
     The files move to `out` only if the block ends without an error. Files that an earlier build wrote and this one did
     not are deleted; all other files stay.
@@ -210,28 +210,17 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".building", dir=out.parent) as temporary:
         folder, written = Path(temporary) / "out", list[Path]()
         yield folder, written
-        staged = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: _order(folder, path))
-        for path in staged:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             target = out / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             written.append(path.replace(target))
-        for parent in {path.parent for path in written}:
-            for stale in (set(_generated(parent)) - set(written)) if (parent / "rows.csv") in written else ():
-                stale.unlink()
-
-
-def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
-    """Sort key: data and pictures first, then pages, the top-level page last."""
-    is_page = path.suffix in (".md", ".html") and path.stem in ("README", "claims", "COLUMNS", "EVALUATION", "index")
-    return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
-
-
-def _generated(folder: Path) -> Iterator[Path]:
-    """The files in a source's folder whose names only a build produces."""
-    names = [draw.name for draw in FIGURES] + [spec.name for spec in catalogue.ALL]
-    for name in names:
-        yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
-    yield from folder.glob("*.parquet")
+        names = {draw.name for draw in FIGURES} | {spec.name for spec in catalogue.ALL}
+        for source in [path.parent for path in written if path.name == "rows.csv"]:
+            stale = {path for path in source.iterdir() if path.stem in names or path.suffix == ".parquet"} - set(
+                written
+            )
+            for path in stale:
+                path.unlink()
 
 
 def _write_page(path: Path, text: str) -> Path:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -47,7 +48,7 @@ class ResultsError(ValueError):
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The rows of one rows.csv with the types of `schema.COLUMNS`; columns newer than the file are empty.
+    """The rows of one rows.csv with the types of `schema.COLUMNS`.
 
     Raises:
         ResultsError: columns that are not the schema's, a half-written line, a cell of the wrong type, an unknown
@@ -59,15 +60,14 @@ def read_rows(path: Path) -> pd.DataFrame:
         raise ResultsError(f"{path}: half-written: the last line has no line end")
     try:
         header, *cells = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-        schema.absent_columns(header)
+        schema.check_header(header)
     except (ValueError, csv.Error) as error:
         raise ResultsError(f"{path}: {error}") from None
     for number, row in enumerate(cells, start=2):
         if len(row) != len(header):
             raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
-    given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
-    empty = ("",) * len(cells)
-    rows = pd.DataFrame({column.name: _typed(path, column, given.get(column.name, empty)) for column in schema.COLUMNS})
+    columns = zip(*cells, strict=True) if cells else [()] * len(header)
+    rows = pd.DataFrame({one.name: _typed(path, one, part) for one, part in zip(schema.COLUMNS, columns, strict=True)})
     _check_known(path, rows, "plan", ("", *schema.PLANS))
     _check_known(path, rows, "modification", ("", *schema.MODIFICATIONS))
     _check_known(path, rows, "metric", schema.METRICS)
@@ -108,23 +108,10 @@ def _typed(path: Path, column: schema.Column, cells: Sequence[str]) -> pd.Series
     for cell in dict.fromkeys(cells):
         try:
             values[cell] = values[cell] if cell in values else _CONVERTERS[column.kind](cell)
-        except ValueError:
+        except (ValueError, OverflowError, KeyError):
             number = cells.index(cell) + 2
             raise ResultsError(f"{path}: row {number}: {column.name}={cell!r} is not a {column.kind}") from None
     return pd.Series([values[cell] for cell in cells], dtype=DTYPES[column.kind])
-
-
-def _boolean(cell: str) -> bool:
-    if cell.lower() not in ("true", "false"):
-        raise ValueError(cell)
-    return cell.lower() == "true"
-
-
-def _whole(cell: str) -> int:
-    number = int(cell)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(cell)
-    return number
 
 
 def _finite(cell: str) -> float:
@@ -134,7 +121,12 @@ def _finite(cell: str) -> float:
     return number
 
 
-_CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": _whole, "float": _finite, "bool": _boolean}
+_CONVERTERS: dict[str, Callable[[str], object]] = {
+    "str": str,
+    "int": np.int64,
+    "float": _finite,
+    "bool": lambda cell: {"true": True, "false": False}[cell.lower()],
+}
 
 
 def _check_known(path: Path, rows: pd.DataFrame, name: str, known: Collection[str]) -> None:

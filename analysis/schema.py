@@ -80,23 +80,14 @@ COLUMNS: tuple[Column, ...] = (
 
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-# Columns that older files lack; they are read as empty.
-ADDED = ("hot", "silent", "screened", "backup", "batch", "prompt_tokens")
 
-
-def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
-    """The columns of ADDED that a file with this header lacks.
-
-    Raises:
-        ValueError: the header is not the schema's, with or without these columns.
-    """
-    absent = tuple(name for name in ADDED if name not in header)
-    if list(header) == [name for name in NAMES if name not in absent]:
-        return absent
-    missing = [name for name in NAMES if name not in header]
-    unknown = [name for name in header if name not in NAMES]
-    detail = f"missing {missing}, unknown {unknown}" if missing or unknown else "in another order"
-    raise ValueError(f"columns are not those of analysis.schema: {detail}")
+def check_header(header: Sequence[str]) -> None:
+    """Raise `ValueError` if these are not the columns of a result row, in their order."""
+    if list(header) != list(NAMES):
+        missing = [name for name in NAMES if name not in header]
+        unknown = [name for name in header if name not in NAMES]
+        detail = f"missing {missing}, unknown {unknown}" if missing or unknown else "in another order"
+        raise ValueError(f"columns are not those of analysis.schema: {detail}")
 
 
 PLANS: dict[str, str] = {
@@ -226,7 +217,6 @@ METRICS: dict[str, Metric] = {
     "dead_fraction": Metric("fraction", "neurons not active for any of `tokens` tokens; in training, those of a step"),
     "silent_fraction": Metric("fraction", "neurons not active for any token of the text measured"),
     "hot_share": Metric("fraction", "share of all non-zeros that belong to the most active tenth of the neurons"),
-    "union_fraction": Metric("fraction", "neurons active for at least one of a group of consecutive tokens, over N"),
     "accuracy": Metric("percent", "share of correct answers, by the sum of log-probabilities", True),
     "accuracy_norm": Metric("percent", "the same, normalised by the length of the answer", True),
     "time": Metric("ms", "time of one call", False),

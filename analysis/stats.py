@@ -24,8 +24,6 @@ def cost_percent(ratio: Number) -> Number:
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's r; NaN for fewer than three points, or if one of the series is constant."""
-    if len(x) != len(y):
-        raise ValueError(f"wanted two series of equal length, got {len(x)} and {len(y)}")
     both = np.asarray([x, y], dtype=float)
     if len(x) < 3 or (np.ptp(both, axis=1) == 0).any():
         return math.nan
@@ -42,24 +40,15 @@ def pearson_interval(r: float, points: int) -> tuple[float, float]:
     return math.tanh(z - half), math.tanh(z + half)
 
 
-def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.DataFrame:
-    """The contribution of each layer to the speedup of all layers together.
+def layer_contributions(time_ms: pd.Series, ratio: pd.Series) -> pd.Series:
+    """The time that each layer saves, in percent of the dense time of all layers; negative where it loses time.
 
     Args:
         time_ms: time of each layer with the sparse plan.
-        ratio: dense time over sparse time of each layer; dense time is their product.
-
-    Returns:
-        saved_ms: dense minus sparse time; negative where the sparse plan is slower.
-        contribution_pct: saved_ms over the dense time of all layers; its sum is the time saved by all layers.
-        share_pct: saved_ms over the absolute total saving; its sum is +100, or -100 if time is lost in total.
+        ratio: dense time over sparse time of each layer.
     """
-    time = np.asarray(time_ms, dtype=float)
-    dense = time * np.asarray(ratio, dtype=float)
-    saved = dense - time
-    total = abs(saved.sum())
-    share = saved / total * 100.0 if total > 0 else np.full(len(saved), math.nan)
-    return pd.DataFrame({"saved_ms": saved, "contribution_pct": saved / dense.sum() * 100.0, "share_pct": share})
+    dense = time_ms * ratio
+    return (dense - time_ms) / dense.sum() * 100.0
 
 
 # 97.5th percentile of Student's t for 2, 3, ... 30 degrees of freedom; beyond, the normal distribution is close enough.

@@ -12,7 +12,7 @@ from analysis import choose, describe, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED, NOT_MEASURED, Variant, eager_ratios, measure
+from analysis.measures import Variant, eager_ratios, measure
 from analysis.read import KEY
 from analysis.render import INTERVAL
 
@@ -108,14 +108,12 @@ def generation(results: Results) -> pd.DataFrame:
     Generated tokens per second of the whole call with their spread, over the fastest dense form and the eager one of
     the same run; time of the call and the device's share of it, energy of a generated token, peak memory, how many
     tokens are those of the eager form, and the error against float32 from the same run. Columns without any value are
-    left out. Without rows: one line that says so.
+    left out.
     """
-    rows = where(results.rows, op="generate").dropna(subset="value")
-    fast = choose.made_for_speed(rows)
+    fast = choose.made_for_speed(where(results.rows, op="generate").dropna(subset="value"))
     timed = choose.longest_trained(where(fast, metric="throughput"))
     if timed.empty:
-        note = NOT_FOR_SPEED if len(rows) else NOT_MEASURED
-        return pd.DataFrame([{"device": "", "tokens_per_s": math.nan, "note": note}])
+        return pd.DataFrame()
     timed = timed.assign(
         new_tokens=timed["tokens"] // timed["batch"],
         tokens_per_s=timed["value"] * 1e3,

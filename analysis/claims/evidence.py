@@ -15,22 +15,19 @@ from analysis.load import Results
 from analysis.measures import MEASURES, Measured, Variant, measure
 from analysis.render import significant, span
 
-HOLDS, CONSISTENT, PARTLY, FAILS, UNTESTED = "reproduced", "consistent", "partly", "not reproduced", "not tested"
-SHORT, UNTESTABLE = "training too short", "not testable here"
-INCONSISTENT = "inconsistent in the paper"
+HOLDS = "reproduced"  # our rows meet the criterion
+# They meet it in one seed only, at fewer sizes than it asks for, or over tasks chosen by their scores, or the number's
+# 95% interval reaches beyond it.
+CONSISTENT = "consistent"
+PARTLY = "partly"
+FAILS = "not reproduced"
+SHORT = "training too short"  # our models saw too few tokens to decide a claim on quality or sparsity
+# What the claim is about is lost in the noise of our rows even where it must have changed.
+UNTESTABLE = "not testable here"
+UNTESTED = "not tested"  # the rows needed for it do not exist
+INCONSISTENT = "inconsistent in the paper"  # the paper's own numbers contradict each other
+VERDICTS = (HOLDS, CONSISTENT, PARTLY, FAILS, SHORT, UNTESTABLE, UNTESTED, INCONSISTENT)
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
-VERDICTS: dict[str, str] = {
-    HOLDS: "our rows meet the criterion",
-    CONSISTENT: "they meet it in one seed only, at fewer sizes than it asks for, or over tasks chosen by their scores, "
-    "or a 95% interval given with the number reaches beyond it",
-    PARTLY: "our rows meet part of it",
-    FAILS: "our rows do not meet it",
-    SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter, too few to decide a claim on quality or "
-    "sparsity",
-    UNTESTABLE: "in our rows, what the claim is about is lost in the noise even where it must have changed",
-    UNTESTED: "the rows needed for it do not exist, for the reason given",
-    INCONSISTENT: "the paper's own numbers contradict each other; our rows decide nothing",
-}
 
 
 class Untested(Exception):

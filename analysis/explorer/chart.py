@@ -60,11 +60,6 @@ class Chart:
         Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, "png", optimize=True)
         return buffer.getvalue()
 
-    @property
-    def height(self) -> int:
-        """Approximate height in pixels, from title to legend."""
-        return _height(self.specification) + 18 * len(self.specification["title"]["subtitle"]) + 60
-
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """For notebooks: interactive where the viewer supports it, the picture elsewhere."""
         return {
@@ -136,15 +131,6 @@ def view(name: str, title: str, *tables: str) -> Callable[[Callable[..., Any]], 
     """Decorator that turns a function of the results, and of the runs that are in all of these tables, into a `View`.
     The function returns a `Sketch` or a frame."""
     return functools.partial(View, name, title, tables)
-
-
-def _height(part: Mapping[str, Any]) -> int:
-    if "vconcat" in part:
-        return sum(map(_height, part["vconcat"]))
-    if "hconcat" in part:
-        return max(map(_height, part["hconcat"]))
-    own = part.get("height", 200)
-    return (own["step"] * 30 if isinstance(own, dict) else round(own)) + 100  # axes, a title, a legend below
 
 
 def choice(name: str, options: Iterable[str], initial: str | None = None, label: str | None = None) -> Any:

@@ -6,10 +6,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import choose, describe, schema
+from analysis import choose, schema
 from analysis.choose import l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.overview import MODELS
 from analysis.figures.speed import BENCH_TRAINING, fastest_forms, no_speed
 from analysis.gains import gains
 from analysis.load import Results
@@ -51,7 +52,7 @@ def devices(results: Results) -> Sketch:
                 title = f"one block: {blocks.OPS[op]}"
                 _draw_block(axes, own, colors)
             else:
-                title = f"whole models: {describe.TIMED[op]}"
+                title = MODELS[op]
                 _draw_models(axes, own, colors)
             axes.set_title(f"({next(letters)}) {title}")
         for axes in line[len(found) :]:

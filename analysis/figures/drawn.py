@@ -1,4 +1,4 @@
-"""The return value of a figure function, and the placeholder for a figure without data."""
+"""The return value of a figure function: a figure, or a sentence on the data that it lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import html
 import io
 import logging
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,24 +31,22 @@ REPRODUCE = "make reproduce"
 
 class NotMeasured(Exception):
     """The rows that a figure needs do not exist. Holds what is missing and the command that would measure it; `command`
-    is empty if no command on this machine would. `is_broken`: they exist and cannot be drawn, a defect of this
-    package."""
+    is empty if no command on this machine would."""
 
-    def __init__(self, what: str, command: str = REPRODUCE, *, is_broken: bool = False):
+    def __init__(self, what: str, command: str = REPRODUCE):
         super().__init__(what)
-        self.what, self.command, self.is_broken = what, command, is_broken
+        self.what, self.command = what, command
 
 
 @dataclass(frozen=True)
 class Sketch:
     """The result of a drawing function: the figure, the plotted data, one line about the runs behind it, and what is
-    missing. `is_broken`: a placeholder for a figure that met data that it cannot draw."""
+    missing."""
 
     figure: Figure
     data: pd.DataFrame
     note: str = ""
     lacks: str = ""
-    is_broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,6 @@ class Drawn:
     data: pd.DataFrame = field(repr=False)
     missing: str = ""
     source: str = ""
-    is_broken: bool = False
 
     @property
     def is_placeholder(self) -> bool:
@@ -114,9 +110,11 @@ class Drawn:
         self.data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n", float_format="%.7g")
 
     def _repr_html_(self) -> str:
-        """For notebooks: the picture with its caption."""
-        image = base64.b64encode(self.png).decode("ascii")
+        """For notebooks: the picture with its caption; of a placeholder the caption."""
         label = f"{self.label} ({self.source})" if self.source else self.label
+        if self.is_placeholder:
+            return f"<p><b>{html.escape(label)}.</b> {html.escape(self.caption)}</p>"
+        image = base64.b64encode(self.png).decode("ascii")
         return (
             f'<figure style="margin:0"><img src="data:image/png;base64,{image}" alt="{html.escape(self.title)}" '
             f'style="max-width:100%;width:860px"><figcaption><b>{html.escape(label)}.</b> {html.escape(self.caption)}'
@@ -126,7 +124,8 @@ class Drawn:
 
 class FigureOf:
     """A figure before it is drawn. Calling it with `Results` returns `Drawn`, drawn in the common style from the first
-    source that has the data; if none has, a placeholder."""
+    source that has the data; if none has, a placeholder: an empty figure, without data, whose caption says what is
+    missing."""
 
     def __init__(self, number: str, name: str, title: str, caption: str, draw: Callable[[Results], Sketch]):
         self.number, self.name, self.title, self.caption, self._draw = number, name, title, caption, draw
@@ -137,10 +136,7 @@ class FigureOf:
             sketch, source = self._first_that_can(results.sources or (results,))
         caption = self.caption if len(sketch.data) else ""
         caption = f"{caption} {sketch.note}".strip()
-        return Drawn(
-            self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source,
-            sketch.is_broken,
-        )  # fmt: skip
+        return Drawn(self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source)
 
     def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
         """The drawing from the first source that has the data, laid out, and that source's name."""
@@ -154,11 +150,10 @@ class FigureOf:
                 absent.append(missing)
             except DATA_ERRORS as error:
                 reason = not_made(f"figure {self.number}", error)
-                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", "", is_broken=True))
-        shown = max(absent, key=lambda cause: cause.is_broken)
-        placeholder = _placeholder(self.number, self.title, shown)
-        lay_out(placeholder.figure)
-        return placeholder, sources[0].name if len(sources) == 1 else ""
+                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", ""))
+        made_by = f" Made by: {absent[0].command}" if absent[0].command else ""
+        note = f"Not measured yet. Missing: {absent[0].what}.{made_by}"
+        return Sketch(Figure(), pd.DataFrame(), note, absent[0].what), sources[0].name if len(sources) == 1 else ""
 
 
 def figure(number: str, name: str, title: str, caption: str = "") -> Callable[[Callable[[Results], Sketch]], FigureOf]:
@@ -169,29 +164,7 @@ def figure(number: str, name: str, title: str, caption: str = "") -> Callable[[C
 
 def lay_out(picture: Figure) -> None:
     """Lay out the panels once and freeze them: running the layout engine again for the second file would shift them."""
-    for axis in (axis for axes in picture.axes for axis in (axes.xaxis, axes.yaxis)):
-        if axis.get_scale() == "log" and axis.isDefault_majfmt:  # made logarithmic by matplotlib alone
-            style.log_axis(axis)
     picture.set_dpi(DPI)
     FigureCanvasAgg(picture)
     picture.draw_without_rendering()
     picture.set_layout_engine("none")
-
-
-def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
-    picture, axes = style.panels(1, 1, 1.5)
-    axes = axes[0, 0]
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(True)
-        spine.set_linestyle((0, (4, 3)))
-    text = textwrap.fill(f"Missing: {absent.what}", 96)
-    at = {"ha": "center", "va": "center", "transform": axes.transAxes}
-    heading = textwrap.fill(f"Figure {number}: {title}: not measured yet", 84)
-    axes.text(0.5, 0.76, heading, fontsize=9, weight="bold", color=style.INK, **at)
-    axes.text(0.5, 0.46, text, fontsize=8, color=style.MUTED, **at)
-    axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
-    made_by = f" Made by: {absent.command}" if absent.command else ""
-    caption = f"Not measured yet. Missing: {absent.what}.{made_by}"
-    return Sketch(picture, pd.DataFrame(), caption, absent.what, absent.is_broken)

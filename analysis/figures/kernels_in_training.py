@@ -100,7 +100,8 @@ def _runs(results: Results) -> pd.DataFrame:
     groups = [_compared(group) for _, group in runs.groupby(SAME)]
     groups = [group for group in groups if group["against"].notna().any()]
     if not groups:
-        raise _absent(runs[runs["series"] != "dense"])
+        missing = f"a training with sparse kernels ({BACKEND}=auto on a GPU) and the same with {BACKEND}=dense"
+        raise NotMeasured(missing, f"{TRAIN} {BACKEND}=auto run.item=sparse")
 
     def weight(group: pd.DataFrame) -> tuple[int, int, int, str]:
         one, latest = group.iloc[0], group["date"].max()
@@ -121,15 +122,6 @@ def _compared(group: pd.DataFrame) -> pd.DataFrame:
     label = runs["series"] + ", seed " + runs["seed"].astype(str)
     label = label.mask(label.duplicated(keep=False), label + " (" + runs["item"] + ")")
     return runs.assign(label=label, against=[*others, *partners])
-
-
-def _absent(sparse: pd.DataFrame) -> NotMeasured:
-    if sparse.empty:
-        what = f"a training with sparse kernels ({BACKEND}=auto on a GPU) and one with {BACKEND}=dense"
-        return NotMeasured(what, f"{TRAIN} {BACKEND}=auto run.item=sparse")
-    one = sparse.iloc[-1]
-    what = f"a training with {BACKEND}=dense, else like {one['study']}/{one['item']}, of seed {one['seed']} too"
-    return NotMeasured(what, f"{TRAIN} {BACKEND}=dense run.item=dense")
 
 
 def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

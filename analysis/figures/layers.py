@@ -153,7 +153,7 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
         return _Model(name, l1, counts, parts, parts.iloc[:0], _trained(rows))
     # Layers that are slower than dense ones stay dense; time and ratio remain as measured.
     used, ratio = parts["time_ms"] * parts["ratio"].clip(upper=1.0), parts["ratio"].clip(lower=1.0)
-    parts = parts.assign(**stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
+    parts = parts.assign(contribution_pct=stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
     return _Model(name, l1, counts, parts, papers_parts, _trained(rows))
 
 
@@ -172,8 +172,8 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     complete = totals[totals["count"] == totals["count"].max()]
     plan, backend = complete["sum"].idxmin()
     best = where(means, plan=plan, backend=backend).reset_index(drop=True)
-    each = stats.layer_contributions(best["time_ms"], best["ratio"])
-    return pd.concat([best, each], axis=1).assign(left_dense=False)
+    saved = stats.layer_contributions(best["time_ms"], best["ratio"])
+    return best.assign(contribution_pct=saved, left_dense=False)
 
 
 def _data(model: _Model) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from analysis import choose, stats
 from analysis.choose import l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.quality import published
+from analysis.figures.quality import active_neurons, published
 from analysis.figures.speed import fastest_forms
 from analysis.load import Results
 from analysis.measures import nonzeros_rows
@@ -37,7 +37,9 @@ def overview(results: Results) -> Sketch:
         raise NotMeasured("the block's speed with a GPU backend, and a sweep of the L1 coefficient", blocks.BENCH)
     timed = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(MODELS))))
     models = pd.concat([fastest_forms(where(timed, op=op)) for op in MODELS], ignore_index=True)
-    speed, models = (rows.assign(active=_percent(rows["mean_nnz"], rows["intermediate"])) for rows in (speed, models))
+    speed, models = (
+        rows.assign(active=rows["mean_nnz"] / rows["intermediate"].astype("float64") * 100) for rows in (speed, models)
+    )
     picture, ((above,), (below,)) = style.panels(2, 1, 4.5, sharex=True)
     _speed_panel(above, speed, models)
     _quality_panel(below, quality)
@@ -48,17 +50,11 @@ def overview(results: Results) -> Sketch:
     return Sketch(picture, data, note)
 
 
-def _percent(active: pd.Series, neurons: pd.Series) -> pd.Series:
-    return active.astype("float64") / neurons.astype("float64") * 100
-
-
 def _quality(results: Results) -> pd.DataFrame:
     """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, against L1 = 0 and
     the same seed, with its interval, and `active` neurons in percent of N, each as a mean over seeds."""
     rows = choose.main_model(choose.equally_trained(choose.relu_runs(results.rows)))
-    means = nonzeros_rows(rows)
-    share = means.assign(value=_percent(means["value"], means["intermediate"]))
-    active = stats.over_seeds(share, ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
+    active = active_neurons(nonzeros_rows(rows), ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
     lines = stats.over_seeds(choose.loss_change(rows), ["model", "l1"]).rename(columns={"value": "change"})
     return lines[["model", "l1", "change", "low", "high", "seeds"]].merge(active, on="l1")
 

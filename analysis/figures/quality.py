@@ -26,7 +26,7 @@ FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 def by_l1(results: Results) -> Sketch:
     rows = choose.sweep(results.rows, "evaluate")
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
-    active = _active(rows)
+    active = active_neurons(nonzeros_rows(rows), ["l1"])
     if len(loss) < FEWEST_VALUES or len(active) < FEWEST_VALUES:
         raise NotMeasured(f"cross-entropy and non-zeros of gated ReLU trainings at {FEWEST_VALUES} L1 values or more")
     runs, theirs, model = task_accuracies(rows), published(), rows["model"].iloc[0]
@@ -71,12 +71,11 @@ def range_over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     return seeds.agg(value="mean", low="min", high="max", seeds="count").reset_index()
 
 
-def _active(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean non-zeros over layers in percent of N, and their count."""
-    means = nonzeros_rows(rows)
+def active_neurons(means: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Of mean non-zeros (`nonzeros_rows`), the percentage of N over seeds, and their `count`."""
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
-    counts = means.groupby("l1", as_index=False)["value"].mean().rename(columns={"value": "count"})
-    return range_over_seeds(share, ["l1"]).merge(counts, on="l1")
+    counts = means.groupby(by, as_index=False)["value"].mean().rename(columns={"value": "count"})
+    return range_over_seeds(share, by).merge(counts, on=by)
 
 
 def published() -> dict[str, pd.Series]:

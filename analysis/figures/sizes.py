@@ -11,7 +11,7 @@ from analysis import choose, describe, schema, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.quality import published, range_over_seeds
+from analysis.figures.quality import active_neurons, published
 from analysis.load import Results
 from analysis.measures import accuracies_over_seeds, chance, nonzeros_rows, task_accuracies, tasks_above_chance
 from analysis.render import significant
@@ -77,9 +77,7 @@ def _by_size(lines: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
 def _active(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """Mean non-zeros over layers in percent of N, and their count."""
     means = pd.concat([nonzeros_rows(where(rows, model=model)) for model in sizes.index] or [rows])
-    share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
-    counts = means.groupby(["model", "l1"], as_index=False)["value"].mean().rename(columns={"value": "count"})
-    return _by_size(range_over_seeds(share, ["model", "l1"]), sizes).merge(counts, on=["model", "l1"])
+    return _by_size(active_neurons(means, ["model", "l1"]), sizes)
 
 
 def _change(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from analysis.schema import COLUMNS, METRICS, NAMES, absent_columns
+from analysis.schema import COLUMNS, METRICS, NAMES, check_header
 from experiments.run.environment import row_environment
 from experiments.run.files import write_atomic
 
@@ -63,7 +63,7 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file with the types of the schema, None for empty cells and for columns newer than the file.
+    """The rows of a CSV file with the types of the schema, None for empty cells.
 
     Raises `ValueError` when the columns are not the schema's, a line is cut off, or a cell cannot be read as its
     column's kind.
@@ -71,15 +71,12 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     text = Path(path).read_bytes().decode("utf8")
     header, *rows = csv.reader(io.StringIO(text, newline="")) if text else [[]]
     try:
-        absent = dict.fromkeys(absent_columns(header))
+        check_header(header)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not text.endswith("\n") or any(len(row) != len(header) for row in rows):
         raise ValueError(f"{path}: half-written: a line is cut off")
-    typed = (
-        absent | {name: _from_cell(path, name, cell) for name, cell in zip(header, row, strict=True)} for row in rows
-    )
-    return [{name: row[name] for name in NAMES} for row in typed]
+    return [{name: _from_cell(path, name, cell) for name, cell in zip(header, row, strict=True)} for row in rows]
 
 
 def _from_cell(path: str | Path, name: str, cell: str) -> Any:

@@ -28,7 +28,6 @@ from analysis import figures, schema, stats, tables
 from analysis.choose import where
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.figures.blocks import fastest_on_synthetic
-from analysis.figures.drawn import lay_out
 from analysis.gains import gains
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
@@ -65,21 +64,23 @@ def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):
         assert figure.is_placeholder
         assert figure.missing
         assert "python -m " in figure.caption or "make reproduce" in figure.caption
-        texts = [text.get_text() for text in figure.figure.axes[0].texts]
-        assert any("not measured yet" in " ".join(text.split()) for text in texts)
+        assert "Not measured yet." in figure._repr_html_()
+        assert "<img" not in figure._repr_html_()
     assert not FIGURES[0](nothing).is_placeholder
 
 
 @pytest.mark.parametrize("scale", ["demo", "paper"])
 def test_axes_have_names_and_nothing_is_cut_off(drawn, scale):
     for figure in drawn[scale]:
+        if figure.is_placeholder:
+            continue
         figure.figure.canvas.draw()
         width, height = figure.figure.get_size_inches()
         drawn_part = figure.figure.get_tightbbox(figure.figure.canvas.get_renderer())
         inside = min(drawn_part.x0, drawn_part.y0, width - drawn_part.x1, height - drawn_part.y1)
         assert inside > -0.01, (figure.name, drawn_part)
         for axes in figure.figure.axes:
-            if axes.axison and not figure.is_placeholder:
+            if axes.axison:
                 below, beside = axes.get_shared_x_axes(), axes.get_shared_y_axes()
                 assert any(sibling.get_xlabel() for sibling in below.get_siblings(axes)), figure.name
                 assert any(sibling.get_ylabel() for sibling in beside.get_siblings(axes)), figure.name
@@ -446,14 +447,6 @@ def test_an_axis_without_a_value_above_zero_stays_linear():
         style.log_axis(axes.yaxis)
         picture.draw_without_rendering()
         assert axes.get_yscale() == ("log" if max(values) > 0 else "linear")
-
-
-def test_an_axis_that_matplotlib_made_logarithmic_has_plain_numbers():
-    picture, ((axes,),) = style.panels(1, 1, 2)
-    axes.plot([2, 2000], [1, 2])
-    axes.set_xscale("log")
-    lay_out(picture)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "10", "100", "1000", "10000"]
 
 
 def test_dense_rows_are_no_series(drawn):

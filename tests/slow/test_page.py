@@ -191,12 +191,6 @@ def test_pictures_have_their_sizes_so_that_links_land(checked):
         assert (int(image["width"]), int(image["height"])) == Image.open(io.BytesIO(png)).size
 
 
-def test_the_page_is_written_last(built, folder):
-    assert built[1][-1].name == "index.html"
-    others = [path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "index.html"]
-    assert (folder / "index.html").stat().st_mtime_ns >= max(others)
-
-
 def test_the_page_says_when_nothing_was_gathered(nothing):
     text = page.html_page(nothing, [], [], [])
     assert "No non-zeros were gathered." in text
