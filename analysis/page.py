@@ -42,7 +42,7 @@ def html_page(
     checked: all claims.
     """
     if not results.sources:
-        figures = [of for of in figures if not of[0].is_placeholder]
+        figures = [of for of in figures if of[0].is_broken or not of[0].is_placeholder]
         checked = [claim for claim in checked if claim.verdict not in (INCONSISTENT, SHORT, UNTESTED)]
     charts = [view for view in (draw(results) for draw in explorer.CHARTS) if isinstance(view, explorer.Chart)]
     data = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # By far the largest tables: only the runs that figures and the explorer show are saved.
 LARGE = ("by_token", "by_position", "histogram", "by_neuron", "masks")
 TRAINING = ["model", "l1", "seed"]  # identifies the training that a run was gathered from
+ENDINGS = (".md", ".csv", ".png", ".pdf")  # of tables and figures
 MASK_TOKENS = 2048  # at most so many tokens of each run's masks
 
 
@@ -216,11 +217,9 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
             written.append(path.replace(target))
         names = {draw.name for draw in FIGURES} | {spec.name for spec in catalogue.ALL}
         for source in [path.parent for path in written if path.name == "rows.csv"]:
-            stale = {path for path in source.iterdir() if path.stem in names or path.suffix == ".parquet"} - set(
-                written
-            )
-            for path in stale:
-                path.unlink()
+            for path in set(source.iterdir()) - set(written):
+                if path.suffix == ".parquet" or (path.suffix in ENDINGS and path.stem in names):
+                    path.unlink()
 
 
 def _write_page(path: Path, text: str) -> Path:

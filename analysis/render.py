@@ -211,14 +211,26 @@ def _without_numbers(frame: pd.DataFrame) -> pd.Series:
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
-    """Why rows lack some of their numbers: one sentence for each scale and reason, with the L1 values."""
+    """Why rows lack some of their numbers: one sentence for each scale and reason."""
     if "note" not in frame:
         return []
     partly = frame[(frame["note"] != "") & ~_without_numbers(frame)]
-    return [
-        f"{scale} at L1 {', '.join(dict.fromkeys(map(l1_label, rows['l1'])))}: {note}"
-        for (scale, note), rows in partly.groupby(["scale", "note"], sort=False)
+    if partly.empty:
+        return []
+    if "l1" not in partly:
+        return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
+    reasons = partly.groupby("scale")["note"].nunique()
+    # Rows of one scale may lack different numbers.
+    lines = [
+        f"{_which(row) if reasons[row['scale']] > 1 else row['scale']}: {row['note']}" for _, row in partly.iterrows()
     ]
+    return list(dict.fromkeys(lines))
+
+
+def _which(row: pd.Series) -> str:
+    name = f"{row['scale']}{', SiLU,' if row.get('activation') == 'silu' else ''} at L1 {l1_label(row['l1'])}"
+    mitigation = row.get("modification", "none")
+    return name if mitigation == "none" else f"{name} with {MODIFICATIONS[mitigation]}"
 
 
 def _cell(name: str, column: Column, value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import platform
 import signal
@@ -93,9 +94,10 @@ def status(config: StatusConfig) -> None:
     console = Console()
     title, rows, states = lines(config.folder)
     if not console.is_terminal:
-        console = Console(width=LOG_WIDTH)
-        console.print(table(title, rows, None))
-        console.print(tracebacks(states), markup=False, highlight=False)
+        made = io.StringIO()
+        Console(file=made, width=LOG_WIDTH).print(table(title, rows, None))
+        text = "\n".join(line.rstrip() for line in made.getvalue().splitlines())
+        print("\n\n".join(filter(None, [text, tracebacks(states)])))
         return
     live = Live(console=console, auto_refresh=False, vertical_overflow="visible" if config.all else "crop")
     with live, contextlib.suppress(KeyboardInterrupt):  # the usual way to leave a live table
@@ -105,7 +107,8 @@ def status(config: StatusConfig) -> None:
                 break
             time.sleep(STATE_SECONDS)
             title, rows, states = lines(config.folder)
-    console.print(tracebacks(states), markup=False, highlight=False)
+    if text := tracebacks(states):
+        console.print(text, markup=False, highlight=False)
 
 
 def tracebacks(states: Mapping[str, ItemState]) -> str:

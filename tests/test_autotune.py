@@ -10,7 +10,7 @@ from calls import firing_block, rising_tokens
 
 from twell import Plan, autotune, registry
 from twell.registry import BackendUnavailable
-from twell.tuning import Form, common, forward
+from twell.tuning import Choice, Form, Tuning, common, forward
 from twell.tuning.forward import contenders
 from twell.tuning.timing import sustained_times
 
@@ -140,6 +140,24 @@ def test_why_neurons_are_not_sorted_is_logged(caplog):
     with caplog.at_level("INFO"):
         autotune(built, torch.zeros(1))
     assert any("the neurons of 1 of 2 blocks are not sorted" in record.message for record in caplog.records)
+
+
+def test_the_result_prints_as_a_table():
+    hot = Form("hopper", hot=True)
+    found = Tuning(
+        [
+            Choice(
+                Plan("hopper", (3, 7), ((16, "triton"),)), 120.54, {DENSE: 13.5, Form("hopper"): 18.25, hot: 9.1234}
+            ),
+            Choice(Plan(), 22.0, {DENSE: 13.5, Form("hopper"): 14.0}),
+        ]
+    )
+    assert str(found).splitlines() == [
+        "layer  non-zeros  dense (ms)  hopper (ms)  hopper, hot (ms)  plan",
+        "    0      120.5      13.500       18.250             9.123  "
+        "hopper, triton up to 16 tokens, 2 hot neurons by index",
+        "    1       22.0      13.500       14.000                 -  dense",
+    ]
 
 
 @pytest.mark.parametrize(

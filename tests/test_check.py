@@ -69,6 +69,12 @@ def test_speeds_are_compared_as_ratios_and_on_one_gpu_only():
     assert failed(rows, slower.assign(device="NVIDIA H100")) == []
 
 
+def test_one_slower_operation_among_many_fails():
+    rows = committed_rows("full_shapes")
+    slower = changed(rows, "ratio", lambda v: v * 1.2, op="model_forward", metric="time")
+    assert failed(rows, slower) == ["ratios to dense on the same GPU"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

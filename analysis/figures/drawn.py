@@ -41,12 +41,13 @@ class NotMeasured(Exception):
 @dataclass(frozen=True)
 class Sketch:
     """The result of a drawing function: the figure, the plotted data, one line about the runs behind it, and what is
-    missing."""
+    missing. `is_broken`: of data that exist, and that it cannot draw."""
 
     figure: Figure
     data: pd.DataFrame
     note: str = ""
     lacks: str = ""
+    is_broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Drawn:
     data: pd.DataFrame = field(repr=False)
     missing: str = ""
     source: str = ""
+    is_broken: bool = False
 
     @property
     def is_placeholder(self) -> bool:
@@ -136,11 +138,13 @@ class FigureOf:
             sketch, source = self._first_that_can(results.sources or (results,))
         caption = self.caption if len(sketch.data) else ""
         caption = f"{caption} {sketch.note}".strip()
-        return Drawn(self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source)
+        made = self.number, self.name, self.title, caption, sketch.figure, sketch.data
+        return Drawn(*made, sketch.lacks, source, sketch.is_broken)
 
     def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
         """The drawing from the first source that has the data, laid out, and that source's name."""
         absent: list[NotMeasured] = []
+        broken: list[NotMeasured] = []
         for source in sources:
             try:
                 sketch = self._draw(source)
@@ -150,10 +154,11 @@ class FigureOf:
                 absent.append(missing)
             except DATA_ERRORS as error:
                 reason = not_made(f"figure {self.number}", error)
-                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", ""))
-        made_by = f" Made by: {absent[0].command}" if absent[0].command else ""
-        note = f"Not measured yet. Missing: {absent[0].what}.{made_by}"
-        return Sketch(Figure(), pd.DataFrame(), note, absent[0].what), sources[0].name if len(sources) == 1 else ""
+                broken.append(NotMeasured(f"rows from which it can be drawn ({reason})", ""))
+        cause, source_name = (broken or absent)[0], sources[0].name if len(sources) == 1 else ""
+        made_by = f" Made by: {cause.command}" if cause.command else ""
+        note = f"Not measured yet. Missing: {cause.what}.{made_by}"
+        return Sketch(Figure(), pd.DataFrame(), note, cause.what, bool(broken)), source_name
 
 
 def figure(number: str, name: str, title: str, caption: str = "") -> Callable[[Callable[[Results], Sketch]], FigureOf]:

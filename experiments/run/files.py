@@ -47,7 +47,10 @@ def make_folder(path: Path, what: str) -> None:
         StorageError: there can be no such folder, or no file in it.
     """
     with storage_errors(path, what):
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # of /proc, which takes no folders
+            raise StorageError(f"cannot make the folder {path}") from error
         with tempfile.TemporaryFile(dir=path):
             pass
 

@@ -17,6 +17,7 @@ from typing import Any
 from experiments import train
 from experiments.run.config import check_ranges, entry, load_config, parse, save_config
 from experiments.run.errors import RunError
+from experiments.run.locks import LOCK
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import STUDIES, StudyConfig, load_study, study_graph
 from fuzz.values import damage, hostile_text, options
@@ -127,7 +128,7 @@ def file_target(scratch: Path) -> Case:
 
 
 def training_target(scratch: Path) -> Case:
-    """A step of a tiny training with hostile options: it ends with a code of ours, and leaves nothing if refused."""
+    """A step of a tiny training with hostile options: it ends with a code of ours, and leaves no results if refused."""
     text = scratch / "docs.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"{n} and {n * n}, so it is"}) for n in range(200)))
     sizes = ("layers=1", "hidden_size=8", "intermediate_size=16", "attention_heads=2", "key_value_heads=2")
@@ -156,7 +157,8 @@ def training_target(scratch: Path) -> Case:
         assert code in (0, 1, 2, 85), f"{arguments[len(tiny) :]}: exit code {code}"
         assert all(len(message.splitlines()) == 1 for message in messages), messages
         if code == 2:
-            assert not folder.exists(), f"{arguments[len(tiny) :]} was refused and left {folder}"
+            left = {path.name for path in folder.glob("*")} - {LOCK}
+            assert not left, f"{arguments[len(tiny) :]} was refused and left {left}"
 
     return case
 

@@ -72,7 +72,14 @@ def test_files_that_no_longer_apply_go_when_a_folder_is_built_again(built, tmp_p
     shutil.copy(folder / "curves.parquet", folder / "nonzeros_retired.parquet")
     for name in ("figure04_forward.png", "figure04_forward.csv", "kernels.csv"):
         shutil.copy(folder / "rows.csv", folder / name)
+    mine = folder / "models" / "figure04_forward.png", folder / "summary.txt"
+    mine[0].parent.mkdir()
+    for path in mine:
+        path.write_text("a file of the user's")
     build(folder, folder)
+    assert all(path.exists() for path in mine)
+    mine[1].unlink()
+    shutil.rmtree(mine[0].parent)
     after = contents(folder)
     assert before.keys() == after.keys()
     assert {name for name in before if before[name] != after[name]} == {"index.html", "README.md"}
