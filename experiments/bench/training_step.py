@@ -91,6 +91,7 @@ class TrainingStep:
         self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
         self._exact_loss = LossModel(model, precision="float32")
         self._by_layer: list[Plan] = []  # what AUTO chose
+        self._chosen_for = 0  # so many tokens
         self._capacities = [CAPACITY] * len(self.blocks)
 
     @cached_property
@@ -186,10 +187,10 @@ class TrainingStep:
         nonzeros = self._nonzeros(tokens_BS)
         return sum(nonzeros) / len(nonzeros)
 
-    def prepare(self, form: Form, tokens_BS: Tensor) -> None:
+    def prepare(self, form: Form, tokens_BS: Tensor, within: float = 1.0) -> None:
         """Give the blocks enough capacity for these tokens, and let AUTO choose, as a training does that meets the
-        model at this step. Call this before `run` on them: with too little capacity, gradients and then weights may be
-        NaN."""
+        model at this step, unless its last choice was for as many tokens, within this factor. Call this before `run` on
+        them: with too little capacity, gradients and then weights may be NaN."""
         if not self.sparse:
             return
         nonzeros = self._nonzeros(tokens_BS)
@@ -197,8 +198,11 @@ class TrainingStep:
             backend, reason = self.sparse_backend()
             if backend is None:
                 raise BackendUnavailable(reason)
-            self._set("dense", keep_stats=bool(form.l1))
-            self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
+            count = tokens_BS.numel()
+            if not self._chosen_for / within <= count <= self._chosen_for * within:
+                self._set("dense", keep_stats=bool(form.l1))
+                self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
+                self._chosen_for = count
         needed = [capacity_for(n, len(block.up_proj.weight)) for block, n in zip(self.blocks, nonzeros, strict=True)]
         self._capacities = [max(pair) for pair in zip(self._capacities, needed, strict=True)]
         self._by_layer = [
