@@ -52,10 +52,10 @@ of single blocks, `full_shapes` those of whole training steps and the 1.5B model
 PROCESSORS = """\
 ## How far processors differ
 
-The demo's trainings again with other instructions, threads and sums, beside the committed ones: the largest difference
-of a held-out cross-entropy, the largest factor between mean non-zeros, and whether L1 values have the same order. The
-criteria of `analysis.check`: {loss:.0%}, a factor of {factor:g}, the same order. Again: set the variables, then
-`python -m slurm.submit study=demo kinds=[train] runs=FOLDER`.
+The demo's trainings again with other instructions, threads and sums, and on another processor, beside the committed
+ones: the largest difference of a held-out cross-entropy, the largest factor between mean non-zeros, and whether L1
+values have the same order. The criteria of `analysis.check`: {loss:.0%}, a factor of {factor:g}, the same order. Again:
+set the variables, then `python -m slurm.submit study=demo kinds=[train] runs=FOLDER`.
 """
 
 CHECKED = """\
