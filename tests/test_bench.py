@@ -910,6 +910,21 @@ def test_what_auto_chooses_for_the_batch_is_checked(subject, step, monkeypatch):
         make(batch)
 
 
+def test_a_search_keeps_a_choice_within_twice_the_tokens(subject, step, monkeypatch):
+    monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
+    chosen_for = []
+
+    def choose(loss, tokens_BS, compiled):
+        chosen_for.append(len(tokens_BS))
+        return [Choice(Plan(), 0.0, {})] * len(step.blocks)
+
+    monkeypatch.setattr(training_step, "autotune", choose)
+    (form,) = forms(step, [], ["auto"], 1e-3)
+    for batch, within in ((1, 2.0), (2, 2.0), (2, 1.0), (4, 2.0), (5, 2.0), (1, 2.0)):
+        step.prepare(form, subject.text(batch, 32), within)
+    assert chosen_for == [1, 2, 5, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
