@@ -42,6 +42,7 @@ from twell.interface import Availability
 from twell.testing import make_problem
 from twell.tuning import Choice, Tuning, common, training
 from twell.tuning import Form as PlanForm
+from twell.tuning import forward as tuning_forward
 from twell.tuning.order import order_neurons
 
 CPU = torch.device("cpu")
@@ -235,7 +236,7 @@ def told_times(monkeypatch):
                 tried.append(([call.args[1].plan.hot for call in calls.values()], neurons))
             return {plan: abs(plan.hot - fastest) for plan in calls}
 
-        monkeypatch.setattr(feedforward, "quick_times", times)
+        monkeypatch.setattr(tuning_forward, "quick_times", times)
         return tried
 
     return tell
@@ -270,8 +271,8 @@ def test_blocks_in_order_of_firing_are_screened_where_that_is_faster(monkeypatch
             call()
         return {plan: plan.hot - plan.screened for plan in calls}
 
-    monkeypatch.setattr(feedforward, "screening_plans", plans)
-    monkeypatch.setattr(feedforward, "quick_times", times)
+    monkeypatch.setattr(tuning_forward, "screening_plans", plans)
+    monkeypatch.setattr(tuning_forward, "quick_times", times)
     ran = Mock(wraps=feedforward.compute)
     monkeypatch.setattr(feedforward, "compute", ran)
     ordered, live = alternatives(problem, [], ["reference+ordered", "reference+live"])

@@ -34,7 +34,7 @@ from twell.ops import Call, compute
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
-from twell.tuning.forward import screening_plans
+from twell.tuning.forward import measured
 from twell.tuning.order import FiringOrder, firing_order, first_neurons
 from twell.tuning.timing import quick_times
 
@@ -270,20 +270,15 @@ class _OrderedCall(_Call):
         ordered = self._ordered(problem, self._order)
         plan, silent = self._call.plan, len(problem.w_up) - len(ordered.w_up)
         tried = [replace(plan, hot=count) for count in (0, *self._order.prefixes) if count < len(ordered.w_up)]
-        times = self._times(tried, ordered)
-        if problem.w_gate is not None and not self._call.stats:
-            times |= self._times(screening_plans(times, self._order.rare - silent, len(problem.x)), ordered)
-        self._call = self._call._replace(plan=min(times, key=times.__getitem__))
+        inputs = ordered.x, ordered.w_gate, ordered.w_up, ordered.w_down
+        rare = 0 if problem.w_gate is None or self._call.stats else self._order.rare - silent
+        _, fastest = measured(
+            tried, lambda plan: partial(compute, inputs, self._call._replace(plan=plan)), ordered.x, rare
+        )
+        self._call = self._call._replace(plan=fastest)
         if self._asked.neurons == WITH_LIVE:
             self._silent = silent
         return ordered
-
-    def _times(self, plans: Sequence[Plan], problem: Problem) -> dict[Plan, float]:
-        inputs = problem.x, problem.w_gate, problem.w_up, problem.w_down
-        calls: dict[Plan, Callable[[], object]] = {
-            plan: partial(compute, inputs, self._call._replace(plan=plan)) for plan in plans
-        }
-        return quick_times(calls, problem.x.device)
 
     def _ordered(self, problem: Problem, order: FiringOrder) -> Problem:
         """The problem with its neurons in this order, or with the first of them alone."""

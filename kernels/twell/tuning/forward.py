@@ -52,13 +52,8 @@ def choose(
         inputs = x, *(in_order if plan.of_sorted else weights)
         return lambda: compute(inputs, given)
 
-    times = quick_times({plan: call(plan) for plan in plans}, x.device)
-    if order is not None and block.gated and not block.keep_stats:
-        more = screening_plans(times, order.rare, x.shape[:-1].numel())
-        times |= quick_times({plan: call(plan) for plan in more}, x.device)
-    under_load = contenders(times) if x.is_cuda else []
-    times |= sustained_times({plan: call(plan) for plan in under_load}, x.device)
-    best = min(under_load or times, key=times.__getitem__)
+    rare = order.rare if order is not None and block.gated and not block.keep_stats else 0
+    times, best = measured(plans, call, x, rare)
     fewer: Ranges = ()
     if usable:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -76,9 +71,22 @@ def choose(
     return Decision(choice, order.neurons if order is not None and best.of_sorted else None)
 
 
+def measured(
+    plans: Sequence[Plan], call: Callable[[Plan], Callable[[], object]], x: Tensor, rare: int
+) -> tuple[dict[Plan, float], Plan]:
+    """(the time of each of these plans in ms, and of some that screen the `rare` last of a gated block's sorted
+    neurons; the fastest of them). call: the forward of a plan on x [..., K]."""
+    times = quick_times({plan: call(plan) for plan in plans}, x.device)
+    screening = screening_plans(times, rare, x.shape[:-1].numel())
+    times |= quick_times({plan: call(plan) for plan in screening}, x.device)
+    under_load = contenders(times) if x.is_cuda else []
+    times |= sustained_times({plan: call(plan) for plan in under_load}, x.device)
+    return times, min(under_load or times, key=times.__getitem__)
+
+
 def screening_plans(milliseconds: dict[Plan, float], rare: int, tokens: int) -> list[Plan]:
-    """The plans to try that screen the `rare` last of a gated block's sorted neurons: of each backend that can, the
-    fastest of those measured without hot neurons by index, and the one without hot neurons."""
+    """The plans to try that screen the `rare` last sorted neurons: of each backend that can, the fastest of those
+    measured without hot neurons by index, and the one without hot neurons."""
     if rare < LEAST_SCREENED or tokens < SCREENS_FROM:
         return []
     found = []
@@ -90,13 +98,14 @@ def screening_plans(milliseconds: dict[Plan, float], rare: int, tokens: int) -> 
 
 def contenders(milliseconds: dict[Plan, float]) -> list[Plan]:
     """The calls of which one is the fastest under a GPU's sustained load, where short measurements cannot tell whether
-    dense products are: the dense ones and the fastest others. None where that is clear or where calls are short."""
+    dense products are: the dense ones, if any are measured, and the fastest others. None where that is clear or where
+    calls are short."""
     dense = [plan for plan in milliseconds if plan.backend == DENSE]
     sparse = sorted(milliseconds.keys() - set(dense), key=milliseconds.__getitem__)[:MOST_CONTENDERS]
     if not sparse or milliseconds[sparse[0]] < LONG_CALL:
         return []
-    share = milliseconds[sparse[0]] / min(milliseconds[plan] for plan in dense)
-    return [*dense, *sparse] if 1 / CLEARLY < share < CLEARLY else []
+    close = [plan for plan in dense if 1 / CLEARLY < milliseconds[sparse[0]] / milliseconds[plan] < CLEARLY]
+    return [*dense, *sparse] if close or not dense else []
 
 
 def evenly_by_nonzeros(nonzeros: Tensor, count: int) -> Tensor:
