@@ -43,7 +43,7 @@ OVERVIEW: tuple[Spec, ...] = (
     Spec(
         "trainings_compared", "Whole trainings", report.trainings_compared,
         "All layers start dense and become sparse once that is faster; each over the dense training of its seed on the "
-        "same card. Whole: without the first step, which compiles.",
+        "same card, without the first step, which compiles. Memory: the peak, at the start, while all are dense.",
     ),
     Spec(
         "blocks_forward", "One block, forward", partial(report.blocks, op="ffn_forward"),
@@ -71,10 +71,11 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "frontier", "Trained and timed", report.frontier,
-        "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
-        "model's forward pass under torch.compile, of its blocks (pruned: without silent neurons) and of a training "
-        "step, against dense ReLU. Then held-out cross-entropy over the least at the same forward time on straight "
-        "lines between dense models, ReLU or SiLU (figure J); a win or loss where it is more than its interval.",
+        "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time and energy of "
+        "the compiled forward, of the blocks (pruned: without silent neurons) and of a training step, of sparse models "
+        "over dense products of their own weights in the same run. Then cross-entropy over the least of dense models, "
+        "ReLU or SiLU, at the same forward time (figure J); a win or loss where that of held-out text is more than its "
+        "interval.",
     ),
     Spec(
         "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,

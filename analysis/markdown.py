@@ -12,7 +12,6 @@ from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
 from analysis.claims.evidence import FAILS, HOLDS, INCONSISTENT
 from analysis.figures import Drawn
-from analysis.figures.frontier import points as frontier_points
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
 
@@ -146,7 +145,7 @@ def _blocks(_: Results, frames: Frames, __: Sequence[Claim]) -> str:
     )
 
 
-def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str:
+def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     """The bullets below the first figure."""
     models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
     block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
@@ -170,33 +169,32 @@ def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
             f"{render.span(models['step_speed'], times)} times; whole trainings of "
             f"{', '.join(whole['model'].unique())}, dense at first, "
-            f"{render.span(whole['whole_speed'], times)} times, with "
-            f"{render.span(whole['step_memory_pct'], share)} more memory at the start.",
-            f"* **The paper's method**, every neuron sparse, nothing compiled: forward "
+            f"{render.span(whole['whole_speed'], times)} times.",
+            f"* **The paper's method**, every neuron sparse, both sides uncompiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at {quality['model'].upper()} parameters: {quality['active_pct']:.1f}% active at "
-            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.{_at_equal_time(results)}",
+            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
+            _at_equal_time(frames["frontier"]),
             f"* **[Claims](paper_figures/README.md)**: {counts.get(HOLDS, 0)} of {total} reproduced, "
             f"{counts.get(FAILS, 0)} not, the others in part, within our uncertainty or not tested.",
         ]
     )
 
 
-def _at_equal_time(results: Results) -> str:
-    """Sparse models against dense ones with fewer neurons."""
-    compared = frontier_points(results).dropna(subset="beyond")
-    size = compared["scale"].iloc[-1]  # the largest
-    compared = compared[compared["scale"] == size]
-    changes = {
-        kind: render.span(points["beyond"], lambda value: render.signed(value, 1))
-        for kind, points in compared.groupby("kind", sort=False)
-    }
-    seeds = render.span(compared["seeds"], lambda count: {1: "one", 2: "two", 3: "three"}.get(int(count), str(count)))
-    seeds += " seed" if compared["seeds"].max() == 1 else " seeds"
+def _at_equal_time(frontier: pd.DataFrame) -> str:
+    """The best sparse model of each size against dense ones with fewer neurons."""
+    compared = frontier.dropna(subset="beyond_dense_pct").sort_values("beyond_dense_pct").drop_duplicates("model")
+    found = []
+    for line in compared.sort_values("seeds", ascending=False).itertuples():
+        change = "a draw" if line.verdict == "draw" else render.signed(line.beyond_dense_pct, 1)
+        seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(line.seeds, f"{line.seeds} seeds")
+        found.append(f"{line.model.upper()} {change} ({seeds})")
+    trained = compared["train_beyond_dense_pct"]
+    on_training = "higher" if (trained > 0).all() else render.span(trained, lambda value: render.signed(value, 1))
     return (
-        f" At {size.upper()}, against smaller dense models at equal time: "
-        f"cross-entropy {'; '.join(f'{change} with {kind}' for kind, change in changes.items())} ({seeds})."
+        "* **[Against smaller dense models](RESULTS.md#trained-and-timed)** of equal time, cross-entropy at best: "
+        f"{', '.join(found)}; on the training text {on_training}. Larger: open."
     )
 
 

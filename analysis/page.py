@@ -22,7 +22,7 @@ from analysis.tables import COMMON
 HERE = Path(__file__).parent
 INTRODUCTION = (
     "Every table and figure of “Sparser, Faster, Lighter Transformer Language Models” (arXiv:2603.23198), made from "
-    "our own measurements, beside the published numbers. Anything that has not been measured is marked as such."
+    "our own measurements, beside the published numbers."
 )
 
 

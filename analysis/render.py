@@ -166,6 +166,7 @@ COLUMNS: dict[str, Column] = {
     "pruned_pct": Column("blocks, pruned", 0),
     "training_step_pct": Column("training step", 0),
     "beyond_dense_pct": Column("over dense at equal time", 2, signed=True),
+    "train_beyond_dense_pct": Column("that on the training text", 2, signed=True),
     "value": Column("rate", significant=4),
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),

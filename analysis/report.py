@@ -199,22 +199,17 @@ def layers_together(results: Results) -> pd.DataFrame:
 
 def trainings_compared(results: Results) -> pd.DataFrame:
     """Whole trainings whose layers may become sparse, each over the dense one of its seed on the same device: speed of
-    the whole training without its first step, which compiles, and of the median step, and peak memory."""
+    the whole training without its first step, which compiles, and peak memory."""
     try:
         pairs = sparse_over_dense(results).reset_index(drop=True)
     except NotMeasured:
         return pd.DataFrame()
-    trained = where(results.rows, op="train", layer=None, metric=("throughput", "peak_memory"))
-    values = trained.pivot_table(index=["study", "item"], columns="metric", values="value")
-    values = values.reindex(columns=["throughput", "peak_memory"])
+    memory = where(results.rows, op="train", layer=None, metric="peak_memory").set_index(["study", "item"])["value"]
     own, dense = (
-        values.reindex(pd.MultiIndex.from_frame(pairs[["study", item]])).reset_index(drop=True)
+        memory.reindex(pd.MultiIndex.from_frame(pairs[["study", item]])).reset_index(drop=True)
         for item in ("item", "against")
     )
-    return pairs[[*MODEL, "seed", "whole_speed"]].assign(
-        step_speed=own["throughput"] / dense["throughput"],
-        step_memory_pct=(own["peak_memory"] / dense["peak_memory"] - 1) * 100,
-    )
+    return pairs[[*MODEL, "seed", "whole_speed"]].assign(step_memory_pct=(own / dense - 1) * 100)
 
 
 def lengths(results: Results) -> pd.DataFrame:
@@ -245,13 +240,14 @@ def random_ids(results: Results) -> pd.DataFrame:
 
 
 def frontier(results: Results) -> pd.DataFrame:
-    """The points of figure J: ways to train a model, each trained and timed. Verdict: whether a sparse model's loss
-    differs from that of dense models of its time by more than the 95% interval over seeds."""
+    """The points of figure J: ways to train a model, each trained and timed. Verdict: whether a sparse model's held-out
+    loss differs from that of dense models of its time by more than the 95% interval over seeds."""
     columns = {
         "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
         "change": "loss_change_pct", "train_change": "train_loss_change_pct", "time": "forward_pct",
         "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
         "beyond": "beyond_dense_pct", "beyond_ci95": "beyond_dense_pct_ci95",
+        "train_beyond": "train_beyond_dense_pct",
     }  # fmt: skip
     table = _of_points(results, frontier_points, "beyond", "beyond_high", columns)
     if "beyond_dense_pct_ci95" in table:

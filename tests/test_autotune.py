@@ -110,6 +110,15 @@ def test_misspelled_settings_are_refused_though_the_model_takes_any():
     autotune(wrapper, torch.zeros(1), backend=None)
 
 
+def test_a_batch_that_is_not_unpacked_is_refused():
+    built = model(0.01)
+    built.forward = lambda x, attention_mask=None: built[0](x)
+    with pytest.raises(TypeError, match=r"autotune got inputs in a dict: unpack it, with \*\* before it"):
+        autotune(built, {"x": torch.zeros(1)})
+    built.forward = lambda batch: built[0](batch["x"])
+    autotune(built, {"x": torch.zeros(1)})
+
+
 def test_a_name_alone_is_no_sequence_of_backends():
     with pytest.raises(ValueError, match="backends must be a sequence of names, got 'reference'"):
         autotune(model(0.01), torch.zeros(1), backends="reference")

@@ -323,6 +323,8 @@ def test_runs_that_cannot_be_loaded(run_dir):
     truncate(run_dir / "checkpoints/step_00000001/model.safetensors")
     with pytest.raises(CheckpointError, match="a run without a whole checkpoint"):
         load_trained(run_dir)
+    with pytest.raises(CheckpointError, match=r"checkpoints is neither a run \(no config\.yaml\) nor a checkpoint or"):
+        load_trained(run_dir / "checkpoints")
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints/step_00000002"])

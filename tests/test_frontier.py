@@ -15,8 +15,10 @@ RUN = {"study": "frontier", "activation": "relu", "modification": "none", "l1": 
 RUN |= {"tokens_trained": 1000, "hidden": 64, "pattern": "p", "tokens": 128}
 
 
-def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, **columns):
-    """The rows of one training of two layers: its losses, its forward at `time` and a slower form, its blocks."""
+def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, own_dense=None, **columns):
+    """The rows of one training of two layers: its losses, its forward at `time` and a slower form, its blocks. Of a
+    sparse one these are sparse; dense ones beside them take `own_dense` (as long as the wide dense model, if None) and
+    its blocks as long as that."""
     name = f"{neurons}_{seed}_" + "_".join(map(str, columns.values()))
     run = RUN | {"item": name, "model": f"tiny-ffn{neurons}", "intermediate": neurons, "seed": seed} | columns
     rows = [
@@ -24,11 +26,16 @@ def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, **columns):
         run | {"op": "train", "metric": "cross_entropy", "value": loss - 0.1},
     ]
     timed = run | {"item": f"bench_{name}", "op": "model_forward"}
-    for backend, slower in (("dense_compiled", 1.0), ("dense_eager", 2.0)):
-        form = timed | {"plan": "dense", "backend": backend}
-        rows += [form | {"metric": "throughput", "value": 1 / (time * slower)}]
-        rows += [form | {"metric": "energy", "value": 3.0 * time * slower}]
-    for plan, value in (("dense", blocks), ("twell_ordered", blocks and 2 * blocks), ("twell_live", pruned)):
+    sparse = columns.get("l1", 0) > 0
+    own_dense = own_dense or {64: 10.0, 128: 20.0}[run["hidden"]]
+    forms = [("by_layer", "hopper", time), ("dense", "dense_compiled", own_dense)]
+    forms = forms if sparse else [("dense", "dense_compiled", time), ("dense", "dense_eager", 2 * time)]
+    for plan, backend, each in forms:
+        form = timed | {"plan": plan, "backend": backend}
+        rows += [form | {"metric": "throughput", "value": 1 / each}, form | {"metric": "energy", "value": 3.0 * each}]
+    dense_blocks = blocks and (own_dense * 0.6 if sparse else blocks)
+    slower = [("dense", dense_blocks), ("twell_ordered", blocks if sparse else blocks and 2 * blocks)]
+    for plan, value in (*slower, ("twell_live", pruned)):
         if value is not None:
             block = timed | {"op": "ffn_forward", "plan": plan, "metric": "time", "value": value / 2}
             rows += [block | {"layer": layer} for layer in (0, 1)]
@@ -55,6 +62,19 @@ def test_losses_and_times_are_relative_to_the_widest_dense_model():
     assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
     base = data[data["intermediate"] == 96].query("l1 == 0").iloc[0]
     assert (base["change"], base["time"], base["seeds"]) == (0, 100, 1)
+
+
+def test_a_sparse_model_is_relative_to_dense_products_on_the_same_card():
+    """The card on which the sparse model was timed takes a tenth longer than that of the wide dense model."""
+    timed = arm(3.03, 7.7, 96, blocks=4.4, pruned=2.2, own_dense=11.0, **SPARSE)
+    sparse = points(results(*DENSE, timed)).set_index("kind").loc["L1, hot neurons exempt"]
+    assert (sparse["time"], sparse["energy"]) == (pytest.approx(70), pytest.approx(70))
+    assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
+    assert sparse["beyond"] == pytest.approx((3.03 / 3.075 - 1) * 100)
+    assert sparse["train_beyond"] == pytest.approx((2.93 / 2.975 - 1) * 100)
+    wider = arm(3.03, 7.7, 192, own_dense=17.0, **SPARSE)  # no dense model is as wide
+    sparse = points(results(*DENSE, wider)).set_index("kind").loc["L1, hot neurons exempt"]
+    assert sparse["time"] == pytest.approx(77)
 
 
 def test_a_sparse_model_is_compared_with_the_better_dense_one_at_its_time():

@@ -26,7 +26,8 @@ TRAINING = [*ARM, "seed", "text", "tokens_trained"]
 SIZE = ["layers", "hidden"]
 SHAPE = [*SIZE, "text", "tokens_trained"]
 TIMES = ["time", "energy", "step", "blocks", "pruned"]
-MEANS = ["change", "train_change", *TIMES, "beyond"]
+OWN_DENSE = {"pruned": "dense_blocks"} | {name: f"dense_{name}" for name in TIMES[:-1]}  # of the same run
+MEANS = ["change", "train_change", *TIMES, "beyond", "train_beyond"]
 
 
 @figure(
@@ -34,7 +35,8 @@ MEANS = ["change", "train_change", *TIMES, "beyond"]
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
-    "Compiled, each layer dense or sparse as is faster; a seed that was not timed has the mean time of the others. "
+    "Compiled, each layer dense or sparse as is faster, over dense products of the same run; a seed that was not timed "
+    "has the mean time of the others. "
     "Blocks: alone, added up; open: without the neurons that stayed silent.",
 )
 def frontier(results: Results) -> Sketch:
@@ -65,9 +67,11 @@ def points(results: Results) -> pd.DataFrame:
 
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
-    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone.
-    `beyond`: the cross-entropy in percent over the least of dense models at the same measured time (below 0: sparse is
-    better), with its 95% interval from `beyond_low` to `beyond_high`, NaN outside of the dense models' times.
+    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone. A
+    sparse model with as many neurons is compared with dense products of its own weights, which its benchmark timed
+    beside it on the same card. `beyond` and `train_beyond`: these cross-entropies in percent over the least of dense
+    models at the same measured time (below 0: sparse is better), NaN outside of the dense models' times; the first
+    with its 95% interval from `beyond_low` to `beyond_high`.
 
     Raises:
         NotMeasured: there are no dense models of several widths that were trained alike and timed.
@@ -96,28 +100,47 @@ def _runs(rows: pd.DataFrame) -> pd.DataFrame:
     losses = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy"))
     keys = [*TRAINING, "layers", "hidden", "intermediate"]
     runs = losses.pivot_table(index=keys, columns="metric", values="value").reset_index()
-    forward = where(rows, op="model_forward", metric="throughput")
-    fastest = forward.sort_values("value").drop_duplicates(TRAINING, keep="last")
+    for measured in (_forward(rows), _step(rows), _blocks(rows)):
+        runs = runs.merge(measured, on=TRAINING, how="left")
+    times = [*TIMES, *{*OWN_DENSE.values()}]
+    means = runs.groupby([name for name in TRAINING if name != "seed"])[times].transform("mean")
+    return runs.fillna({name: means[name] for name in times}).dropna(subset="time")
+
+
+def _forward(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time and energy of the fastest forward of each model, and of the fastest dense one."""
     same = ["study", "item", "pattern", "plan", "backend", "tokens"]
     energy = where(rows, op="model_forward", metric="energy")[[*same, "value"]].rename(columns={"value": "energy"})
-    timed = fastest.merge(energy, on=same, how="left").assign(time=lambda line: 1 / line["value"].astype("float64"))
-    step = where(rows, op="model_training", metric="throughput").groupby(TRAINING)["value"].max()
-    runs = runs.merge(timed[[*TRAINING, "time", "energy"]], on=TRAINING, how="left")
-    runs = runs.merge((1 / step).rename("step").reset_index(), on=TRAINING, how="left")
-    runs = runs.merge(_blocks(rows), on=TRAINING, how="left")
-    means = runs.groupby([name for name in TRAINING if name != "seed"])[TIMES].transform("mean")
-    return runs.fillna({name: means[name] for name in TIMES}).dropna(subset="time")
+    forward = where(rows, op="model_forward", metric="throughput").merge(energy, on=same, how="left")
+    forward = forward.assign(time=1 / forward["value"].astype("float64")).sort_values("time")
+    return _with_dense(forward.set_index(TRAINING), ["time", "energy"], forward["plan"].eq("dense").to_numpy())
+
+
+def _step(rows: pd.DataFrame) -> pd.DataFrame:
+    """The time of each model's fastest training step, and of the fastest dense one."""
+    steps = where(rows, op="model_training", metric="throughput")
+    steps = steps.assign(step=1 / steps["value"].astype("float64")).sort_values("step")
+    return _with_dense(steps.set_index(TRAINING), ["step"], steps["plan"].eq("dense").to_numpy())
 
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
-    """The time of all blocks of a model, each in its fastest form: `blocks`, and `pruned` without silent neurons."""
+    """The time of all blocks of a model, each in its fastest form: `blocks`, `dense_blocks` in its fastest dense one,
+    and `pruned` without silent neurons."""
     timed = where(rows, op="ffn_forward", metric="time").dropna(subset=["layer", "value"])
-    is_pruned = timed["plan"].isin(schema.LIVE_PLANS.values())
+    fastest = timed.groupby([*TRAINING, "layer", "plan"], as_index=False)["value"].min()
+    is_pruned = fastest["plan"].isin(schema.LIVE_PLANS.values())
+    parts = {"blocks": ~is_pruned, "dense_blocks": fastest["plan"].eq("dense"), "pruned": fastest["plan"].notna()}
     each = {
-        name: part.groupby([*TRAINING, "layer"])["value"].min().groupby(TRAINING).sum()
-        for name, part in (("blocks", timed[~is_pruned]), ("pruned", timed))
+        name: fastest[part].groupby([*TRAINING, "layer"])["value"].min().groupby(TRAINING).sum()
+        for name, part in parts.items()
     }
-    return pd.DataFrame(each, columns=["blocks", "pruned"]).rename_axis(TRAINING).reset_index()
+    return pd.DataFrame(each, columns=list(parts)).rename_axis(TRAINING).reset_index()
+
+
+def _with_dense(timed: pd.DataFrame, names: list[str], is_dense: np.ndarray) -> pd.DataFrame:
+    """The first line of each training, by its index, and that of its dense forms, `dense_` before these names."""
+    first, dense = (lines[~lines.index.duplicated()][names] for lines in (timed, timed[is_dense]))
+    return first.join(dense.add_prefix("dense_")).reset_index()
 
 
 def _relative(runs: pd.DataFrame) -> pd.DataFrame:
@@ -132,21 +155,25 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
         kind=runs["modification"].replace(KINDS).mask(runs["l1"] == 0, plain),
         change=(runs["validation_cross_entropy"] / base["validation_cross_entropy"] - 1) * 100,
         train_change=(runs["cross_entropy"] / base["cross_entropy"] - 1) * 100,
-        **{name: runs[name] / base[name] * 100 for name in ("time", "energy", "step")},
-        **{name: runs[name] / base["blocks"] * 100 for name in ("blocks", "pruned")},
     )
-    return runs.assign(beyond=np.where(runs["l1"] > 0, _over(runs[runs["l1"] == 0], runs), np.nan))
+    paired = (runs["l1"] > 0) & (runs["intermediate"] == base["intermediate"])
+    over = {
+        name: runs[dense].where(paired, base["blocks" if name == "pruned" else name])
+        for name, dense in OWN_DENSE.items()
+    }
+    runs = runs.assign(**{name: runs[name] / over[name] * 100 for name in TIMES})
+    return runs.assign(beyond=_over(runs, "validation_cross_entropy"), train_beyond=_over(runs, "cross_entropy"))
 
 
-def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
-    """The cross-entropy of each run in percent over the least at its time on any straight line between two of these
-    dense models, ReLU or SiLU."""
+def _over(runs: pd.DataFrame, loss: str) -> np.ndarray:
+    """The loss of each sparse run in percent over the least at its time on any straight line between two of the dense
+    models, ReLU or SiLU; NaN for these."""
     at_time = np.full(len(runs), np.nan)
-    line = dense.sort_values("time")[["time", "validation_cross_entropy"]].astype("float64")
+    line = where(runs, l1=0.0).sort_values("time")[["time", loss]].astype("float64")
     for ends in itertools.combinations(range(len(line)), 2):
         times, losses = line.iloc[list(ends)].to_numpy().T
         at_time = np.fmin(at_time, np.interp(runs["time"], times, losses, left=np.nan, right=np.nan))
-    return (runs["validation_cross_entropy"].to_numpy() / at_time - 1) * 100
+    return np.where(runs["l1"] > 0, (runs[loss].to_numpy() / at_time - 1) * 100, np.nan)
 
 
 def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:

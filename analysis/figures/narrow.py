@@ -31,8 +31,8 @@ MEANS = ["change", "train_change", "live", "time", "pruned"]
     "H",
     "figureH_narrow_dense",
     "sparse models, and dense ones trained with fewer neurons",
-    "Left is cheaper, down better. Numbers: L1; neurons of dense models. Live: of neurons that ever fire. (c) A neuron "
-    "of firing rate r takes min(1, 0.325 + 47 r); open: silent ones nothing.",
+    "Left is cheaper, down better. Numbers: the largest L1; neurons of dense models. Live: of neurons that ever fire. "
+    "(c) A neuron of firing rate r takes min(1, 0.325 + 47 r); open: silent ones nothing.",
 )
 def narrow_dense(results: Results) -> Sketch:
     data = points(results)
@@ -49,9 +49,12 @@ def narrow_dense(results: Results) -> Sketch:
         line[0].set_ylabel("cross-entropy against dense")
     style.percent_axis(grid[0][0].yaxis)
     style.legend_of_panels(picture, grid, len(panels), grid[0][0].get_legend_handles_labels()[0])
-    names = [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in data.itertuples()]
     for axes, (_, x, y) in zip(grid.flat, panels, strict=False):
-        style.place_labels(axes, data[x], data[y], names, [LOOKS[kind]["color"] for kind in data["kind"]])
+        drawn = data.dropna(subset=[x, y])
+        first, last = (~drawn.duplicated("kind", keep=keep) for keep in ("first", "last"))
+        ends = drawn[last | (first & drawn["kind"].eq(DENSE))]
+        names = [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in ends.itertuples()]
+        style.place_labels(axes, ends[x], ends[y], names, [LOOKS[kind]["color"] for kind in ends["kind"]])
     return Sketch(picture, data, _note(results, data))
 
 

@@ -38,6 +38,7 @@ STATE = "state.json"
 CHECKSUM = "sha256"
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 CONFIG = "config.yaml"
+MODEL_CONFIG = "config.json"
 TOKENIZER = "tokenizer"
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
@@ -212,6 +213,8 @@ def load_trained(
         return _load_run(path, *newest, device, dtype)
     if os.path.isfile(path / STATE):  # noqa: PTH113
         return _load_run(path.resolve().parents[1], path, _check_model(path), device, dtype)
+    if os.path.isdir(path) and not os.path.exists(path / MODEL_CONFIG):  # noqa: PTH110, PTH112
+        raise CheckpointError(f"{path} is neither a run (no {CONFIG}) nor a checkpoint or model (no {MODEL_CONFIG})")
     return load_pretrained(where, device=device, dtype=dtype)
 
 

@@ -17,7 +17,7 @@ from .memory import neuron_major
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer, weights_of
 from .ops import sparse_ffn
 from .registry import DENSE
-from .tuning.common import check_all_ran, check_spelling, checked_tokens, hooked
+from .tuning.common import check_all_ran, check_inputs, checked_tokens, hooked
 from .tuning.order import kept_count
 from .tuning.saved import CONFIG_KEY, save_plans, unwrapped
 
@@ -95,7 +95,7 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prune; `sparsify` puts them there")
-    check_spelling(prune_silent, model, named)
+    check_inputs(prune_silent, model, inputs, named)
     check_whole("prune_silent", model, blocks)
     _check_own_weights(model, blocks)
     fired: dict[SparseFeedForward, Tensor] = {}

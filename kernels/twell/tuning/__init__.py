@@ -13,7 +13,7 @@ from ..modules import SparseFeedForward, check_whole, feed_forward_blocks
 from ..plan import CAPACITY
 from ..registry import is_sparse
 from . import forward, training
-from .common import Choice, Decision, Form, Tuning, check_all_ran, check_names, check_spelling, checked_tokens, hooked
+from .common import Choice, Decision, Form, Tuning, check_all_ran, check_inputs, check_names, checked_tokens, hooked
 from .order import can_be_ordered, order_neurons
 from .saved import forget_plans, save_plans
 
@@ -75,7 +75,7 @@ def autotune(
     backend that was requested by name but cannot run a block, and RuntimeError for what failed in another process.
     """
     check_names(backends)
-    check_spelling(autotune, model, named)
+    check_inputs(autotune, model, inputs, named)
     known = feed_forward_blocks(model)
     if not known:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to tune; `sparsify` puts them there")

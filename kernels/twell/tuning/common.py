@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
@@ -98,9 +98,13 @@ def hooked(blocks: Sequence[SparseFeedForward], hook: Callable[[SparseFeedForwar
             handle.remove()
 
 
-def check_spelling(program: Callable, model: nn.Module, named: Iterable[str]) -> None:
-    """Raises TypeError for a named input that no forward in the model names, and that is nearly a setting of the
-    program: what takes **kwargs would take it silently."""
+def check_inputs(program: Callable, model: nn.Module, inputs: Sequence[Any], named: Iterable[str]) -> None:
+    """Raises TypeError for a mapping of inputs that the model's forward takes by name, and for a named input that no
+    forward in the model names, and that is nearly a setting of the program: what takes **kwargs would take it
+    silently."""
+    for batch in inputs:
+        if isinstance(batch, Mapping) and batch and batch.keys() <= signature(model.forward).parameters.keys():
+            raise TypeError(f"{program.__name__} got inputs in a {type(batch).__name__}: unpack it, with ** before it")
     settings = [name for name, kind in signature(program).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
     for name in named:
         meant = get_close_matches(name, settings, 1, cutoff=0.8)
