@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import firing_block, rising_tokens
 
-from twell import Plan, autotune, registry
+from twell import Plan, autotune, prune_silent, registry
 from twell.registry import BackendUnavailable
 from twell.tuning import Choice, Form, Tuning, common, forward
 from twell.tuning.forward import contenders
@@ -115,6 +115,8 @@ def test_a_batch_that_is_not_unpacked_is_refused():
     built.forward = lambda x, attention_mask=None: built[0](x)
     with pytest.raises(TypeError, match=r"autotune got inputs in a dict: unpack it, with \*\* before it"):
         autotune(built, {"x": torch.zeros(1)})
+    with pytest.raises(TypeError, match="prune_silent got inputs in a dict"):
+        prune_silent(built, {"x": torch.zeros(1)})
     built.forward = lambda batch: built[0](batch["x"])
     autotune(built, {"x": torch.zeros(1)})
 

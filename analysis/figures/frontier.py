@@ -34,10 +34,9 @@ MEANS = ["change", "train_change", *TIMES, "beyond", "train_beyond"]
     "J",
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
-    "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
-    "Compiled, each layer dense or sparse as is faster, over dense products of the same run; a seed that was not timed "
-    "has the mean time of the others. "
-    "Blocks: alone, added up; open: without the neurons that stayed silent.",
+    "Left is faster, down better. Numbers: L1; neurons of dense models. Compiled, each layer dense or sparse as is "
+    "faster: sparse models over dense products of the same run, dense ones over the widest ReLU model. Seeds that were "
+    "not timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
 )
 def frontier(results: Results) -> Sketch:
     data = points(results)
@@ -67,11 +66,11 @@ def points(results: Results) -> pd.DataFrame:
 
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
-    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone. A
-    sparse model with as many neurons is compared with dense products of its own weights, which its benchmark timed
-    beside it on the same card. `beyond` and `train_beyond`: these cross-entropies in percent over the least of dense
-    models at the same measured time (below 0: sparse is better), NaN outside of the dense models' times; the first
-    with its 95% interval from `beyond_low` to `beyond_high`.
+    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone. The
+    times and energy of a sparse model with as many neurons are in percent of dense products of its own weights, which
+    its benchmark timed beside it on the same card. `beyond` and `train_beyond`: these cross-entropies in percent over
+    the least of dense models at the same measured time (below 0: sparse is better), NaN outside of the dense models'
+    times; the first with its 95% interval from `beyond_low` to `beyond_high`.
 
     Raises:
         NotMeasured: there are no dense models of several widths that were trained alike and timed.
