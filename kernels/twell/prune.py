@@ -87,10 +87,11 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
     held_out: other inputs of the model (a mapping of named inputs, a tuple, or a single one), on which the firing of
     these neurons and the change of logits and loss are measured.
 
-    Raises TypeError for a misspelled setting, and ValueError, and changes nothing, for inputs of a block without tokens
-    or with NaN or Inf, for a model without blocks or one that does not run all of them, for DistributedDataParallel,
-    for weights that are sharded, parametrized, have gradients or belong to other modules too, for a configuration that
-    cannot describe the smaller model, and for held_out that gives no logits.
+    Raises TypeError for a misspelled setting and for inputs in a dict that is not unpacked, and ValueError, and changes
+    nothing, for inputs of a block without tokens or with NaN or Inf, for a model without blocks or one that does not
+    run all of them, for DistributedDataParallel, for weights that are sharded, parametrized, have gradients or belong
+    to other modules too, for a configuration that cannot describe the smaller model, and for held_out that gives no
+    logits.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

@@ -69,10 +69,11 @@ def autotune(
         this. They choose alike, by the means of their firing rates and times, and if one of them raises, all do
         (under FSDP: if it raises in a block, since other processes wait for its weights elsewhere).
 
-    Raises TypeError for a misspelled setting, ValueError for an unknown backend, for inputs of a block without tokens
-    or with NaN or Inf, for a model without blocks or one that does not run all that it should choose for, and in eval
-    mode for sharded weights and DistributedDataParallel (processes would choose differently); BackendUnavailable for a
-    backend that was requested by name but cannot run a block, and RuntimeError for what failed in another process.
+    Raises TypeError for a misspelled setting and for inputs in a dict that is not unpacked, ValueError for an unknown
+    backend, for inputs of a block without tokens or with NaN or Inf, for a model without blocks or one that does not
+    run all that it should choose for, and in eval mode for sharded weights and DistributedDataParallel (processes would
+    choose differently); BackendUnavailable for a backend that was requested by name but cannot run a block, and
+    RuntimeError for what failed in another process.
     """
     check_names(backends)
     check_inputs(autotune, model, inputs, named)
