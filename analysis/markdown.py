@@ -187,7 +187,7 @@ def _at_equal_time(frontier: pd.DataFrame) -> str:
     compared = frontier.dropna(subset="beyond_dense_pct").sort_values("beyond_dense_pct").drop_duplicates("model")
     found = []
     for line in compared.sort_index().itertuples():  # small models first
-        change = "a draw" if line.verdict == "draw" else render.signed(line.beyond_dense_pct, 1)
+        change = "a draw" if getattr(line, "verdict", "") == "draw" else render.signed(line.beyond_dense_pct, 1)
         seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(line.seeds, f"{line.seeds} seeds")
         found.append(f"{line.model.upper()} {change} ({seeds})")
     trained = compared["train_beyond_dense_pct"]
