@@ -111,15 +111,15 @@ def _forward(rows: pd.DataFrame) -> pd.DataFrame:
     same = ["study", "item", "pattern", "plan", "backend", "tokens"]
     energy = where(rows, op="model_forward", metric="energy")[[*same, "value"]].rename(columns={"value": "energy"})
     forward = where(rows, op="model_forward", metric="throughput").merge(energy, on=same, how="left")
-    forward = forward.assign(time=1 / forward["value"].astype("float64")).sort_values("time")
-    return _with_dense(forward.set_index(TRAINING), ["time", "energy"], forward["plan"].eq("dense").to_numpy())
+    return _with_dense(
+        forward.assign(time=1 / forward["value"].astype("float64")).sort_values("time"), "time", "energy"
+    )
 
 
 def _step(rows: pd.DataFrame) -> pd.DataFrame:
     """The time of each model's fastest training step, and of the fastest dense one."""
     steps = where(rows, op="model_training", metric="throughput")
-    steps = steps.assign(step=1 / steps["value"].astype("float64")).sort_values("step")
-    return _with_dense(steps.set_index(TRAINING), ["step"], steps["plan"].eq("dense").to_numpy())
+    return _with_dense(steps.assign(step=1 / steps["value"].astype("float64")).sort_values("step"), "step")
 
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
@@ -136,9 +136,11 @@ def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(each, columns=list(parts)).rename_axis(TRAINING).reset_index()
 
 
-def _with_dense(timed: pd.DataFrame, names: list[str], is_dense: np.ndarray) -> pd.DataFrame:
-    """The first line of each training, by its index, and that of its dense forms, `dense_` before these names."""
-    first, dense = (lines[~lines.index.duplicated()][names] for lines in (timed, timed[is_dense]))
+def _with_dense(timed: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """These columns of each training's first line, and of its first dense one with `dense_` before their names."""
+    first, dense = (
+        lines.drop_duplicates(TRAINING).set_index(TRAINING)[[*names]] for lines in (timed, where(timed, plan="dense"))
+    )
     return first.join(dense.add_prefix("dense_")).reset_index()
 
 
@@ -156,10 +158,7 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
         train_change=(runs["cross_entropy"] / base["cross_entropy"] - 1) * 100,
     )
     paired = (runs["l1"] > 0) & (runs["intermediate"] == base["intermediate"])
-    over = {
-        name: runs[dense].where(paired, base["blocks" if name == "pruned" else name])
-        for name, dense in OWN_DENSE.items()
-    }
+    over = {name: runs[dense].where(paired, base[dense]) for name, dense in OWN_DENSE.items()}
     runs = runs.assign(**{name: runs[name] / over[name] * 100 for name in TIMES})
     return runs.assign(beyond=_over(runs, "validation_cross_entropy"), train_beyond=_over(runs, "cross_entropy"))
 

@@ -33,8 +33,12 @@ MODELS = {"model_forward": "whole models: forward", "model_training": "whole mod
 def overview(results: Results) -> Sketch:
     speed, quality = blocks.fastest_on_synthetic(results), _quality(results)
     speed = speed[speed["mean_nnz"] <= MOST_NONZEROS]
-    if speed["mean_nnz"].nunique() < FEWEST_POINTS or len(quality) < FEWEST_POINTS:
-        raise NotMeasured("the block's speed with a GPU backend, and a sweep of the L1 coefficient", blocks.BENCH)
+    points = {
+        "the block's speed with a GPU backend": speed["mean_nnz"].nunique(),
+        "a sweep of the L1 coefficient": len(quality),
+    }
+    if lacking := [what for what, count in points.items() if count < FEWEST_POINTS]:
+        raise NotMeasured(" and ".join(lacking), blocks.BENCH)
     timed = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(MODELS))))
     models = pd.concat([fastest_forms(where(timed, op=op)) for op in MODELS], ignore_index=True)
     speed, models = (

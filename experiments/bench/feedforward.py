@@ -270,10 +270,9 @@ class _OrderedCall(_Call):
         ordered = self._ordered(problem, self._order)
         plan, silent = self._call.plan, len(problem.w_up) - len(ordered.w_up)
         tried = [replace(plan, hot=count) for count in (0, *self._order.prefixes) if count < len(ordered.w_up)]
-        inputs = ordered.x, ordered.w_gate, ordered.w_up, ordered.w_down
         rare = 0 if problem.w_gate is None or self._call.stats else self._order.rare - silent
         _, fastest = measured(
-            tried, lambda plan: partial(compute, inputs, self._call._replace(plan=plan)), ordered.x, rare
+            tried, lambda plan: partial(compute, ordered, self._call._replace(plan=plan)), ordered.x, rare
         )
         self._call = self._call._replace(plan=fastest)
         if self._asked.neurons == WITH_LIVE:

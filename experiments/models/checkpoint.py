@@ -32,13 +32,13 @@ from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha256_json, write_json
 from experiments.run.train_config import TrainConfig, science, science_differences
 from experiments.run.values import in_one_line, shown
+from twell.released import CONFIG as MODEL_CONFIG
 
 FORMAT = 2
 STATE = "state.json"
 CHECKSUM = "sha256"
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 CONFIG = "config.yaml"
-MODEL_CONFIG = "config.json"
 TOKENIZER = "tokenizer"
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
