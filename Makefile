@@ -38,7 +38,7 @@ export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 .PHONY: help install reproduce figures notebooks test test-all test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
 help: ## list the targets
-	@echo "make reproduce      the paper in small on this machine: five to nine minutes on two cores"
+	@echo "make reproduce      the paper in small on this machine: four to nine minutes on two cores"
 	@echo "make test           the tests that a change is most likely to break: seven minutes"
 	@echo
 	@echo "All targets:"
