@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import run_ffn
+from packed_formats import as_twell
 
 from twell import hot_split
 from twell.hopper import hot_steps, inference, screen
@@ -18,8 +19,7 @@ def test_packing_is_exact():
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
     for tiling in (inference.WIDE, inference.NARROW):
         packed = inference.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), tiling)
-        format_ = packed.to_twell()
-        format_.validate()
+        format_ = as_twell(packed, 1500, tiling.tile)
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
         assert relative_error(format_.to_dense(), plain) < 2**-8
         assert torch.equal(format_.counts.sum(1), (format_.to_dense() != 0).sum(1))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Cold, Weights
 from ..launch_cache import LAUNCHES
@@ -130,14 +129,6 @@ class PackedGate:
     def counts(self) -> Tensor:
         at = self.layout
         return self._block[at.counts : at.link].view(at.tokens, at.tiles)
-
-    def to_twell(self) -> TwELL:
-        """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
-        tiling, counts = self.layout.tiling, self.counts
-        if overflow := int((counts > tiling.slots).sum()):
-            raise ValueError(f"{overflow} tiles have more than {tiling.slots} non-zeros and are stored elsewhere")
-        lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
-        return TwELL(lanes, counts, self.layout.intermediate, tiling.tile, torch.bfloat16)
 
 
 def gate_pack(

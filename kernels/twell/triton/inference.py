@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Weights
 from ..memory import in_rows
@@ -129,13 +128,6 @@ class PackedGate:
             intermediate=intermediate,
             config=config,
         )
-
-    def to_twell(self) -> TwELL:
-        """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
-        if overflow := int((self.counts > self.config.slots).sum()):
-            raise ValueError(f"{overflow} tiles have more than {self.config.slots} non-zeros and are stored elsewhere")
-        lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
-        return TwELL(lanes, self.counts, self.intermediate, self.config.tile, torch.bfloat16)
 
 
 def gate_pack(
