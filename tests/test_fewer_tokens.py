@@ -10,7 +10,7 @@ from calls import change, make_block
 from torch import nn
 
 from twell import SparseFeedForward, autotune, hot_split, load_plans, registry, save_plans
-from twell.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
+from twell.gpu.adapter import Kernels, are_read_in_place, functions
 from twell.gpu.saved_csr import SavedCSR
 from twell.interface import Cold, HotSteps, Options, Weights
 from twell.tuning import forward
@@ -170,8 +170,11 @@ def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
     def gate_pack(x, weights, **options):
         taken.append(options.get("cold"))
 
-    few = FewTokens(lambda tokens, hidden: True, lambda x, weights, **options: taken.append("few") or x)
-    kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, few)
+    def few(x, weights, **options):
+        taken.append("few")
+        return x
+
+    kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, lambda *sizes: True, few)
     forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
     weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
     forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, 0.0, "relu"), cold)

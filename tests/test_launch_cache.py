@@ -13,7 +13,7 @@ from twell.backends import hopper
 from twell.hopper import driver, few, hot_steps, inference, params
 from twell.hopper.screen import TILE
 from twell.interface import Options, Request, Weights
-from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.launch_cache import LAUNCHES
 from twell.memory import SCREENS_FROM
 from twell.testing import make_problem
 
@@ -154,12 +154,12 @@ def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
     monkeypatch.setattr(LAUNCHES, "most", 3)
     for end in range(1, 6):
         call(problem._replace(x=problem.x[:end]))
-    assert LAUNCHES.count(PreparedCall) == 2
+    assert len(LAUNCHES._entries) == 2
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 5, "called": 1}
     LAUNCHES.put("another", 0)
     LAUNCHES.put("another", 1)
-    assert LAUNCHES.count(PreparedCall) == 2, "a full cache forgets nothing for what it has"
+    assert len(LAUNCHES._entries) == 3, "a full cache forgets nothing for what it has"
     LAUNCHES.clear()
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 6, "called": 1}

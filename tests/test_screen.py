@@ -123,7 +123,9 @@ def test_which_calls_are_screened(stats, cold, wanted):
     def gated_down(packed, x, weights, **options):
         return x, (x, x, x)
 
-    kernels = Kernels(gate_pack, gated_down, None, screen=lambda x, weights, count: f"screen {count}")
+    kernels = Kernels(
+        gate_pack, gated_down, None, lambda *sizes: False, None, lambda x, weights, count: f"screen {count}"
+    )
     forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
     weights = Weights(*(torch.ones(8, 4) for _ in range(3)))
     forward(torch.ones(9, 4), weights, Options(stats, False, screened=5), cold)

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
+from .modules import PARTS, SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
 from .names import DENSE
 from .plan import Plan
 
 logger = logging.getLogger(__name__)
-_NAMES = ("gate_proj", "up_proj", "down_proj")
 _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
@@ -145,11 +144,11 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Ml
 
 
 def _by_name(module: Any) -> Mlp | None:
-    parts = [getattr(module, part, None) for part in (*_NAMES[1:], "act_fn")]
+    parts = [getattr(module, part, None) for part in (*PARTS[1:], "act_fn")]
     if isinstance(module, SparseFeedForward) or not all(isinstance(part, nn.Module) for part in parts):
         return None
-    gate = _NAMES[0] if getattr(module, _NAMES[0], None) is not None else None
-    return Mlp(module, (gate, *_NAMES[1:]), "act_fn")
+    gate = PARTS[0] if getattr(module, PARTS[0], None) is not None else None
+    return Mlp(module, (gate, *PARTS[1:]), "act_fn")
 
 
 def _by_result(modules: dict[str, nn.Module], activation: str | None) -> dict[str, Mlp]:

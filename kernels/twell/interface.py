@@ -66,6 +66,12 @@ class Gradients(NamedTuple):
     up: Tensor | None
     down: Tensor | None
 
+    @classmethod
+    def empty(cls, x: Tensor, weights: Weights, needs: "Needs") -> "Gradients":
+        """Memory for those that are needed, contiguous."""
+        wanted = zip((x, *weights[:3]), needs, strict=True)
+        return cls(*(t.new_empty(t.shape) if t is not None and needed else None for t, needed in wanted))
+
 
 class Needs(NamedTuple):
     """The gradients that are requested."""

@@ -202,7 +202,7 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         return None, None  # what is prepared does not screen
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
-    return (None, key) if prepared is None else (prepared.run(x), None)
+    return (None, key) if prepared is None else (prepared(x), None)
 
 
 def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FFNStats | None]:

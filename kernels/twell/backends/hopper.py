@@ -23,8 +23,7 @@ from .probe import launch
 _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
 
-_FEW = adapter.FewTokens(few.takes, few.forward)
-_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW, screen.screen)
+_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, few.takes, few.forward, screen.screen)
 
 
 def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:

@@ -29,9 +29,7 @@ def _kernels() -> adapter.Kernels:
     from ..triton import few, inference
     from ..triton.backward import backward
 
-    return adapter.Kernels(
-        inference.gate_pack, inference.gated_down, backward, adapter.FewTokens(few.takes, few.forward)
-    )
+    return adapter.Kernels(inference.gate_pack, inference.gated_down, backward, few.takes, few.forward)
 
 
 def _activate(*arguments: Any) -> tuple[Tensor, Forward]:

@@ -19,20 +19,8 @@ from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
 
 
-class FewTokens(NamedTuple):
-    """Another forward, without statistics and for inference, for as few tokens as it takes.
-
-    takes(tokens, hidden) -> whether it is made for these sizes.
-    forward(x, weights, squared=) -> y.
-    """
-
-    takes: Callable[[int, int], bool]
-    forward: Callable[..., Tensor]
-
-
 class Kernels(NamedTuple):
-    """The three calls, one for few tokens and one for screened neurons if there are any. weights: contiguous and
-    aligned.
+    """The calls; `screen` if there is one. weights: contiguous and aligned.
 
     gate_pack(x, weights, stats=) -> the packed gate. Its `counts`, int32 [M, tiles]: a row that is zeroed before
         `gated_down` is an empty one. Its `overflow`, int64 scalar, if `stats`. Also with cold=, if the backend can
@@ -40,6 +28,8 @@ class Kernels(NamedTuple):
     gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`). out: contiguous [M, K], which becomes y; None: a new one.
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
+    takes_few(tokens, hidden) -> whether `few` is made for these sizes.
+    few(x, weights, squared=) -> y, of inference without statistics.
     screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
         that does not pay.
 
@@ -49,7 +39,8 @@ class Kernels(NamedTuple):
     gate_pack: Callable[..., Any]
     gated_down: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., Gradients]
-    few: FewTokens | None = None
+    takes_few: Callable[[int, int], bool]
+    few: Callable[..., Tensor]
     screen: Callable[[Tensor, Weights, int], Any] | None = None
 
 
@@ -74,8 +65,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         with on_device_of(x):
             weights = _in_memory(weights)
             alone = not (stats or training)
-            if alone and cold is None and kernels.few is not None and kernels.few.takes(*x.shape):
-                return Forward(kernels.few.forward(x, weights, squared=squared))
+            if alone and cold is None and kernels.takes_few(*x.shape):
+                return Forward(kernels.few(x, weights, squared=squared))
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
@@ -109,8 +100,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         activation: str,
     ) -> Gradients:
         if x.shape[0] == 0:
-            inputs = zip((x, *weights[:3]), needs, strict=True)
-            return Gradients(*(torch.zeros_like(t) if t is not None and needed else None for t, needed in inputs))
+            return Gradients(*(None if t is None else t.zero_() for t in Gradients.empty(x, weights, needs)))
         with on_device_of(x):
             weights = _in_memory(weights)
             csr, backup = _parts(saved)

@@ -50,8 +50,7 @@ def backward(
     stream, gated, sm_count = driver.stream(device), weights.gate is not None, inference.sm_count(device)
     at = driver.address
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights[:3]), needs, strict=True)
-    gradients = Gradients(*(torch.empty_like(t) if t is not None and needed else None for t, needed in wanted))
+    gradients = Gradients.empty(x, weights, needs)
     scratch = _Scratch.empty(x, intermediate, len(saved.words), needs.weights)
     if needs.weights:
         _transpose(scratch, saved, tokens, intermediate, stream)

@@ -55,13 +55,7 @@ def backward(
     squared: the activation is relu(z)^2; what is saved is relu(z) all the same.
     """
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights[:3]), needs, strict=True)
-    gradients = Gradients(
-        *(
-            torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and needed else None
-            for t, needed in wanted
-        )
-    )
+    gradients = Gradients.empty(x, weights, needs)
     sm_count = device(x.device).sm_count
     saved = saved._replace(state=saved.state.clone())  # set where some token's dy is not finite
     by_neuron = transpose(saved, len(x), len(weights.up)) if needs.weights else None
