@@ -250,7 +250,10 @@ class SparseFeedForward(nn.Module):
                 self._forget_neurons()
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and getattr(self, "down_proj", None) is value:
-            _lay_out(self)
+            weight = self.down_proj.weight
+            if type(weight) is nn.Parameter:  # not sharded or parametrized
+                with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+                    weight.data = neuron_major(weight.data)
 
     def _forget_neurons(self) -> None:
         """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
@@ -366,14 +369,6 @@ class SparseFeedForward(nn.Module):
     def extra_repr(self) -> str:
         activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
         return f"{activation}plan={str(self._plan)!r}, keep_stats={self.keep_stats}"
-
-
-def _lay_out(block: SparseFeedForward) -> None:
-    """Store the down weights neuron by neuron, in place, unless they are sharded or parametrized."""
-    weight = block.down_proj.weight
-    if type(weight) is nn.Parameter:
-        with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-            weight.data = neuron_major(weight.data)
 
 
 def _lay_out_loaded(

@@ -117,14 +117,10 @@ def _resolve(requested: str, *kind: *_Kind) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
     request = Request(*kind)
-    if requested == AUTO:
-        return _fastest(request)
-    if reason := _why_not(requested, request):
-        raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
-    return requested
-
-
-def _fastest(request: Request) -> str:
+    if requested != AUTO:
+        if reason := _why_not(requested, request):
+            raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
+        return requested
     reasons = {}
     for name in _FASTEST if request.device.type == "cuda" else ():
         if (reason := _why_not(name, request)) is None:
