@@ -20,20 +20,24 @@ from .saved_csr import SavedCSR
 
 
 class Kernels(NamedTuple):
-    """The calls; `screen` if there is one. weights: contiguous and aligned.
+    """The calls. x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous and aligned.
 
-    gate_pack(x, weights, stats=) -> the packed gate. Its `counts`, int32 [M, tiles]: a row that is zeroed before
-        `gated_down` is an empty one. Its `overflow`, int64 scalar, if `stats`. Also with cold=, if the backend can
-        leave neurons out, and with screen=, what `screen` returned.
-    gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
-        `stats`). out: contiguous [M, K], which becomes y; None: a new one.
-    backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
+    gate_pack(x, weights, stats=) -> the packed gate g = relu(x gate^T); without a gate relu(x up^T). Its `counts`,
+        int32 [M, tiles]: a row that is zeroed before `gated_down` is an empty one. Its `overflow`, int64 scalar, if
+        `stats`. Also with cold=, if the backend can leave neurons out, and with screen=, what `screen` returned.
+    gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros int32 [M], sums of |h| float32 [M],
+        fired bool [N]) if `stats`). y = (g * (x up^T)) down [M, K]; without a gate g down. To be called once for each
+        packed g, with the weights it was made with. save: filled with what the backward needs. out: contiguous, becomes
+        y; None: a new one.
+    backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients, from y's, bfloat16 [M, K], and from that of the
+        mean over tokens of sum |h|, scalar or None. Where entries are missing (more than the capacity, or of a token
+        whose x or dy is not finite), all that they could have reached becomes NaN.
     takes_few(tokens, hidden) -> whether `few` is made for these sizes.
     few(x, weights, squared=) -> y, of inference without statistics.
     screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
-        that does not pay.
+        that does not pay. Omitted if the backend screens none.
 
-    squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
+    squared: g^2 in place of g: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
 
     gate_pack: Callable[..., Any]

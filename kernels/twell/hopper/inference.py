@@ -140,12 +140,8 @@ def gate_pack(
     cold: Cold | None = None,
     screen: Screen | None = None,
 ) -> PackedGate:
-    """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
-
-    x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536. stats: make room for the
-    count of overflowing tiles. cold: the neurons to compute, if not all. screen: the neurons that are only marked where
-    they may fire.
-    """
+    """`gate_pack` of `adapter.Kernels`. cold: the neurons to compute, if not all; screen: those that are only marked
+    where they may fire."""
     (tokens, hidden), device = x.shape, x.device
     x, w = in_rows(x), in_rows(weights.pattern if cold is None else cold.rows)
     tiling = tiling if screen is None else WIDE
@@ -229,12 +225,7 @@ def gated_down(
     parts: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up). squared: g^2 in place of g.
-
-    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
-    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
-    """
+    """`gated_down` of `adapter.Kernels`. parts: of a token's non-zeros."""
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     kind = weights.gate is not None, squared, stats, save is not None, weights.l1 is not None, packed.screened
     switches = Switches(*kind)

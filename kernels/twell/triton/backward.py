@@ -48,12 +48,7 @@ def backward(
     *,
     squared: bool = False,
 ) -> Gradients:
-    """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
-
-    x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous, as in the forward. Where entries are missing (more
-    than the capacity, or of a token whose x or dy is not finite), all that they could have reached becomes NaN.
-    squared: the activation is relu(z)^2; what is saved is relu(z) all the same.
-    """
+    """`backward` of `adapter.Kernels`."""
     x, dy = in_rows(x), in_rows(dy)
     gradients = Gradients.empty(x, weights, needs)
     sm_count = device(x.device).sm_count

@@ -137,8 +137,7 @@ def gate_pack(
     *,
     stats: bool = True,
 ) -> PackedGate:
-    """relu(x gate^T) in TwELL; without a gate, relu(x up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16; weights:
-    bfloat16 [N, K], N at most 65,536. stats: makes no difference here."""
+    """`gate_pack` of `adapter.Kernels`; the count of overflowing tiles is there with and without `stats`."""
     intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.sm_count)
     x, w = in_rows(x), in_rows(weights.pattern)
@@ -196,12 +195,7 @@ def gated_down(
     config: TokenConfig | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up). squared: g^2 for g.
-
-    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
-    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
-    """
+    """`gated_down` of `adapter.Kernels`."""
     (tokens, hidden), here = x.shape, device(x.device)
     config = config or token_config(tokens, hidden, here.sm_count)
     x = in_rows(x)
