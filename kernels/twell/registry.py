@@ -1,7 +1,6 @@
 """The registry of backends: which ones exist, which can run here, and which one runs a call.
 
-A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `names.FILES`. It is
-chosen in plain Python before the torch operator is called; the operator receives its name as a string.
+A backend is chosen in plain Python before the torch operator is called; the operator receives its name as a string.
 """
 
 import functools

@@ -1,8 +1,5 @@
-"""The backward through sparse activations in Triton, from what `inference.gated_down` saved of the forward.
-
-Three steps: the saved entries are ordered by neuron; one pass over tokens makes dx, and du, dg and h of every entry;
-one pass over neurons makes the weights' gradients. All deterministic. Shapes: M tokens, K hidden, N intermediate.
-"""
+"""The backward through sparse activations in Triton, from what `inference.gated_down` saved of the forward: the three
+steps of `hopper/backward.py`, as deterministic."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,7 @@
-"""The paper's inference plan in Triton: `gate_pack`, then `gated_down` (section 3 of the paper).
+"""The paper's inference plan in Triton: `gate_pack`, then `gated_down` (section 3 of the paper). As in
+`hopper/inference.py`, callers have checked dtypes and sizes, and made the tensors' device the current one.
 
-Shapes: M tokens, K hidden, N intermediate, T columns a tile, S slots a tile. Everything is bfloat16 with float32
-accumulation, on torch's current stream; nothing synchronises, and all memory comes from torch's allocator. The callers
-(`backends.triton`) have checked dtypes and sizes, and made the tensors' device the current one.
-
-Configurations come from tables, not from autotuning: that would time kernels in the middle of a CUDA graph.
+Shapes: M tokens, K hidden, N intermediate, T columns a tile, S slots a tile.
 """
 
 import functools
@@ -154,24 +151,11 @@ def _gate_launch(packed: PackedGate, x: Tensor, w: Tensor) -> Launch:
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
         w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
+    outputs = packed.words, packed.counts, packed.spilled, packed.queue_counters, packed.overflow
     return Launch(
         gate_pack_kernel,
         (min(tiles, here.sm_count) if config.persistent else tiles,),
-        (
-            x_rows,
-            w_rows,
-            GatePack(
-                packed.words,
-                packed.counts,
-                packed.spilled,
-                packed.queue_counters,
-                packed.overflow,
-                x_stride=x.stride(0),
-                w_stride=w.stride(0),
-                M=tokens,
-                N=intermediate,
-            ),
-        ),
+        (x_rows, w_rows, GatePack(*outputs, x_stride=x.stride(0), w_stride=w.stride(0), M=tokens, N=intermediate)),
         {
             "HOW": config,
             "K": hidden,
