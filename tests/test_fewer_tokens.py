@@ -10,7 +10,7 @@ from calls import change, make_block
 from torch import nn
 
 from twell import SparseFeedForward, autotune, hot_split, load_plans, registry, save_plans
-from twell.gpu.adapter import Kernels, are_read_in_place, functions
+from twell.gpu.adapter import Kernels, are_read_in_place, forward_and_backward
 from twell.gpu.saved_csr import SavedCSR
 from twell.interface import Cold, HotSteps, Options, Weights
 from twell.tuning import forward
@@ -175,7 +175,7 @@ def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
         return x
 
     kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, lambda *sizes: True, few)
-    forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
+    forward, _ = forward_and_backward(lambda: kernels, HotSteps(*[None] * 4))
     weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
     forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, 0.0, "relu"), cold)
     assert taken == ["few" if cold is None else "cold"]

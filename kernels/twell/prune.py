@@ -110,7 +110,9 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         model(*inputs, **named)
     check_all_ran(model, fired)
     configs = _configs(model, blocks)
-    widths = _widths(fired, configs)
+    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
+    for _, described in configs:
+        widths |= dict.fromkeys(described, max(widths[block] for block in described))
     kept = {}  # neurons by block, int64, in their order: all that fired, and the first of the others
     for block, width in widths.items():
         fired_first = fired[block].to(torch.int8).argsort(descending=True, stable=True)
@@ -146,13 +148,6 @@ def _check_own_weights(model: nn.Module, blocks: list[SparseFeedForward]) -> Non
             }
             if reason := next((reason for reason, holds in reasons.items() if holds), ""):
                 raise ValueError(f"{names[block]} has weights that cannot be made smaller: they {reason}")
-
-
-def _widths(fired: Mapping[SparseFeedForward, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
-    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
-    for _, described in configs:
-        widths |= dict.fromkeys(described, max(widths[block] for block in described))
-    return widths
 
 
 def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:

@@ -18,6 +18,9 @@ from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
 
+MAX_HIDDEN = 8192
+MAX_INTERMEDIATE = 65536  # a column has 16 bits
+
 
 class Kernels(NamedTuple):
     """The calls. x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous and aligned.
@@ -48,17 +51,10 @@ class Kernels(NamedTuple):
     screen: Callable[[Tensor, Weights, int], Any] | None = None
 
 
-class Functions(NamedTuple):
-    """Four fields of an `interface.Backend`."""
-
-    forward: Callable[..., Forward]
-    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
-    saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
-    reads_saved_only: Callable[[Sequence[Tensor]], bool]
-
-
-def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
-    """What a backend of these kernels consists of. load: gives them when they are used; steps: the backend's own."""
+def forward_and_backward(
+    load: Callable[[], Kernels], steps: HotSteps
+) -> tuple[Callable[..., Forward], Callable[..., Gradients]]:
+    """Those of a backend of these kernels. load: gives them when they are used; steps: the backend's own."""
 
     def forward(x: Tensor, weights: Weights, options: Options, cold: Cold | None = None) -> Forward:
         stats, training, squared = options.stats, options.training, options.activation == RELU2
@@ -113,14 +109,18 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
                 dense_backup.add_gradients(gradients, backup, dy, dl1, x, weights, steps, activation)
             return gradients
 
-    def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
-        csr = SavedCSR.empty(x, weights, options)
-        return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
+    return forward, backward
 
-    def reads_saved_only(saved: Sequence[Tensor]) -> bool:
-        return _parts(saved)[1] is None
 
-    return Functions(forward, backward, saved_like, reads_saved_only)
+def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
+    """`Backend.saved_like`."""
+    csr = SavedCSR.empty(x, weights, options)
+    return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
+
+
+def reads_saved_only(saved: Sequence[Tensor]) -> bool:
+    """`Backend.reads_saved_only`."""
+    return _parts(saved)[1] is None
 
 
 def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
@@ -129,14 +129,14 @@ def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
     return SavedCSR(*saved[:count]), DenseBackup(*saved[count:]) if len(saved) > count else None
 
 
-def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate: int) -> str | None:
-    """Why the kernels cannot take a block of this dtype and these sizes, or None: `supports` of a backend."""
+def misfit(request: Request, hidden_step: int) -> str | None:
+    """`Backend.supports`. hidden_step: what the hidden size must be a multiple of."""
     if request.dtype != torch.bfloat16:
         return f"it computes in bfloat16 only, not in {request.dtype}: cast the model, or use torch.autocast"
-    if request.hidden % hidden_step or request.hidden > max_hidden:
-        return f"the hidden size must be a multiple of {hidden_step} up to {max_hidden}, this is {request.hidden}"
-    if request.intermediate > max_intermediate:
-        return f"the intermediate size must be at most {max_intermediate}, this is {request.intermediate}"
+    if request.hidden % hidden_step or request.hidden > MAX_HIDDEN:
+        return f"the hidden size must be a multiple of {hidden_step} up to {MAX_HIDDEN}, this is {request.hidden}"
+    if request.intermediate > MAX_INTERMEDIATE:
+        return f"the intermediate size must be at most {MAX_INTERMEDIATE}, this is {request.intermediate}"
     return None
 
 

@@ -20,7 +20,6 @@ from . import driver
 from .params import GatedDownParams, GatePackParams
 from .screen import Rows, Screen, quantised
 
-MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
 ROWS, CLUSTER = 128, 2  # as in product.cuh: of a tile, and CTAs
 _WARPS = 12
 

@@ -79,7 +79,24 @@ def backward(
         num_stages=1,
     )
     if by_neuron is not None:
-        _weight_gradients(x, dy, records, by_neuron, saved, gradients)
+        how = weight_config(x.shape[1])
+        weight_gradients_kernel[(len(weights.up) * -(-x.shape[1] // how.slice_),)](
+            x,
+            dy,
+            records,
+            by_neuron,
+            saved.state,
+            gradients,
+            x.stride(0),
+            dy.stride(0),
+            len(weights.up),
+            K=x.shape[1],
+            SLICE=how.slice_,
+            AHEAD=how.ahead,
+            INTERPRET=INTERPRET,
+            num_warps=how.warps,
+            num_stages=1,
+        )
     return gradients
 
 
@@ -98,32 +115,3 @@ def transpose(saved: SavedCSR, tokens: int, intermediate: int) -> ByNeuron:
     )
     order_kernel[(1,)](by_neuron, intermediate, FREQUENT=_FREQUENT, COLUMNS=2048, num_warps=8)
     return by_neuron
-
-
-def _weight_gradients(
-    x: Tensor,
-    dy: Tensor,
-    records: Tensor | None,
-    by_neuron: ByNeuron,
-    saved: SavedCSR,
-    gradients: Gradients,
-) -> None:
-    hidden, intermediate = x.shape[1], len(by_neuron.order)
-    config = weight_config(hidden)
-    weight_gradients_kernel[(intermediate * -(-hidden // config.slice_),)](
-        x,
-        dy,
-        records,
-        by_neuron,
-        saved.state,
-        gradients,
-        x.stride(0),
-        dy.stride(0),
-        intermediate,
-        K=hidden,
-        SLICE=config.slice_,
-        AHEAD=config.ahead,
-        INTERPRET=INTERPRET,
-        num_warps=config.warps,
-        num_stages=1,
-    )

@@ -19,7 +19,6 @@ from .gate_pack import GatePack, gate_pack_kernel
 from .gated_down import GatedDown, Statistics, gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
 
-MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
 
