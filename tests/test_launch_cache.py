@@ -301,7 +301,7 @@ def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared,
             few.plan(0, tokens, hidden, 776, True, squared)
         else:
             _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
-            inference._down_plan(tokens, hidden, 0, layout.tiling, None, switches)
+            inference._down_plan(tokens, hidden, 0, layout.tiling, switches)
     hot_steps.hidden_kernel(0, squared)
     if screened:
         p = make_problem(SCREENS_FROM, hidden, 776, 8, dtype=torch.bfloat16)

@@ -183,7 +183,6 @@ class Backend:
         capacity.
     """
 
-    name: str
     probe: Callable[[torch.device], Availability]
     supports: Callable[[Request], str | None]
     forward: Callable[..., Forward]

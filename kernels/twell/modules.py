@@ -71,15 +71,14 @@ def _weight(linear: nn.Linear) -> Tensor:
         or parameters.get("bias") is not None
         or (type(linear) is not nn.Linear and not _is_plain(linear))
     ):
-        raise ValueError(_what_it_does(linear))
+        if hasattr(linear, "_hf_hook"):
+            raise ValueError(
+                f"a layer of a sparse block has {_OF_ACCELERATE}, which the block would skip: load it on one device"
+            )
+        kind = type(linear)
+        raise ValueError(_DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {kind.__module__}.{kind.__name__}")
     weight = parameters.get("weight")
     return linear.weight if weight is None else weight  # of torch.nn.utils.parametrize it is a property
-
-
-def _what_it_does(linear: nn.Module) -> str:
-    if hasattr(linear, "_hf_hook"):
-        return f"a layer of a sparse block has {_OF_ACCELERATE}, which the block would skip: load it on one device"
-    return _DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {type(linear).__module__}.{type(linear).__name__}"
 
 
 def plain_linear(name: str, linear: nn.Module) -> nn.Linear:

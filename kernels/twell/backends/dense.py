@@ -199,4 +199,4 @@ def gradients(
 
 
 _probe = functools.partial(launch, _forward, dtype=torch.float32)
-BACKEND = Backend("dense", _probe, lambda request: None, _forward, _backward, _saved_like, sparse=False)
+BACKEND = Backend(_probe, lambda request: None, _forward, _backward, _saved_like, sparse=False)

@@ -97,7 +97,6 @@ def _probe(device: torch.device) -> Availability:
 
 
 BACKEND = Backend(
-    "hopper",
     _probe,
     partial(adapter.misfit, hidden_step=_HIDDEN_STEP),
     _forward,

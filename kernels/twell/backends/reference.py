@@ -122,4 +122,4 @@ def _supports(request: Request) -> str | None:
 
 
 _probe = functools.partial(launch, _forward, dtype=torch.float32)
-BACKEND = Backend("reference", _probe, _supports, _forward, _backward, _saved_like)
+BACKEND = Backend(_probe, _supports, _forward, _backward, _saved_like)

@@ -96,7 +96,6 @@ def device_misfit(device: torch.device, interpreted: bool) -> str | None:
 
 
 BACKEND = Backend(
-    "triton",
     _probe,
     functools.partial(adapter.misfit, hidden_step=_HIDDEN_STEP),
     _forward,

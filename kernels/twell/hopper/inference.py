@@ -221,14 +221,13 @@ def gated_down(
     stats: bool = False,
     save: SavedCSR | None = None,
     squared: bool = False,
-    parts: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """`gated_down` of `adapter.Kernels`. parts: of a token's non-zeros."""
+    """`gated_down` of `adapter.Kernels`."""
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     kind = weights.gate is not None, squared, stats, save is not None, weights.l1 is not None, packed.screened
     switches = Switches(*kind)
-    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, switches)
+    plan = _down_plan(tokens, hidden, device.index, layout.tiling, switches)
     x = in_rows(x)
     y = x.new_empty(x.shape) if out is None else out
     counts, counts_at = None, _NOWHERE
@@ -298,7 +297,7 @@ class PreparedForward(driver.PreparedPair):
         super().__init__(index, 4 * layout.size)
         at = x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr(), driver.address(weights.gate)
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr())
-        plan = _down_plan(tokens, hidden, index, layout.tiling, None, Switches(weights.gate is not None, squared))
+        plan = _down_plan(tokens, hidden, index, layout.tiling, Switches(weights.gate is not None, squared))
         self._down = plan, layout, at
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
@@ -312,11 +311,11 @@ class PreparedForward(driver.PreparedPair):
 
 @functools.lru_cache(maxsize=4096)
 def _down_plan(
-    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, switches: Switches
+    tokens: int, hidden: int, device_index: int, tiling: Tiling, switches: Switches
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = sm_count(device_index)
-    parts = parts or parts_for(tokens, hidden, count)
+    parts = parts_for(tokens, hidden, count)
     kernel = gated_down_kernel(device_index, hidden, tiling, parts, switches)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 

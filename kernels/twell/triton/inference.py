@@ -97,11 +97,10 @@ def token_config(tokens: int, hidden: int, sm_count: int, *, backward: bool = Fa
 class PackedGate:
     """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it.
 
-    words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
-    counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
-    count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
-    timing. The rest is for `gated_down`, zeroed here: its queue counters, and `overflow`, int64 scalar, in which it
-    counts the overflowing tiles with statistics, and in training the rows that were not saved.
+    words, counts, spilled: as in `GatePack`; slots past the count are not written, and `spilled` is allocated in full,
+    so that no input can exceed it and where a value goes never depends on timing. The rest is for `gated_down`, zeroed
+    here: its queue counters, and `overflow`, in which it counts the overflowing tiles with statistics, and in training
+    the rows that were not saved.
     """
 
     words: Tensor
@@ -175,12 +174,11 @@ def gated_down(
     stats: bool = False,
     save: SavedCSR | None = None,
     squared: bool = False,
-    config: TokenConfig | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """`gated_down` of `adapter.Kernels`."""
     (tokens, hidden), here = x.shape, device(x.device)
-    config = config or token_config(tokens, hidden, here.sm_count)
+    config = token_config(tokens, hidden, here.sm_count)
     x = in_rows(x)
     y = x.new_empty(x.shape) if out is None else out
     counts = None
@@ -188,7 +186,21 @@ def gated_down(
         fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
         counts = Statistics(x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), fired)
     if save is not None:
-        _reserve(packed, save)
+        tiles = packed.counts.shape[1]
+        padded = triton.next_power_of_2(tiles)
+        rows = max(1, min(64, 2048 // padded))
+        reserve_kernel[(-(-tokens // rows),)](
+            packed.counts,
+            save.rows,
+            save.state[:2].view(torch.int64),
+            packed.overflow,
+            save.room,
+            tokens,
+            TILES=tiles,
+            TILES_PADDED=padded,
+            ROWS=rows,
+            num_warps=4,
+        )
     _down_launch(packed, x, weights, y, config, squared, counts, save)()
     return y, counts
 
@@ -264,24 +276,6 @@ def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tupl
 def programs_for(config: TokenConfig, tokens: int, sm_count: int) -> int:
     """The number of programs of a pass over tokens."""
     return min(sm_count * config.programs, tokens) if config.chunk else tokens * config.parts
-
-
-def _reserve(packed: PackedGate, save: SavedCSR) -> None:
-    tokens, tiles = packed.counts.shape
-    padded = triton.next_power_of_2(tiles)
-    rows = max(1, min(64, 2048 // padded))
-    reserve_kernel[(-(-tokens // rows),)](
-        packed.counts,
-        save.rows,
-        save.state[:2].view(torch.int64),
-        packed.overflow,
-        save.room,
-        tokens,
-        TILES=tiles,
-        TILES_PADDED=padded,
-        ROWS=rows,
-        num_warps=4,
-    )
 
 
 @dataclass(frozen=True)
