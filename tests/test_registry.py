@@ -87,11 +87,3 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
 def test_running_out_of_memory_says_nothing_about_a_backend():
     with pytest.raises(torch.OutOfMemoryError):
         probe.launch(raising(torch.OutOfMemoryError("a test")), torch.device("cpu"), torch.float32)
-
-
-def test_hot_neurons_without_triton(monkeypatch):
-    import twell.triton
-
-    monkeypatch.delattr(twell.triton, "few", raising=False)
-    monkeypatch.setitem(sys.modules, "twell.triton.few", None)
-    assert not registry.has_few_tokens("triton", 4, 64)

@@ -183,30 +183,6 @@ def compute(inputs: Inputs, call: Call) -> tuple[Tensor, FFNStats | None]:
         call.plan.check_fits(inputs[2].shape[0])
     if call.stats and call.l1_weight is not None:
         check_l1_weight(call.l1_weight, inputs[2])
-    return _resolved(inputs, call, key)
-
-
-def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
-    """(y, None) of an inference call that is dense or was prepared before, which takes a fraction of the time on the
-    host. Else (None, a key under which to prepare the call for its next repetition, or None)."""
-    x, w_gate, w_up, w_down = inputs
-    plan = call.plan
-    backend = plan.backend_for(math.prod(x.shape[:-1])) if plan.up_to else plan.backend
-    if plan.hot or backend == registry.DENSE:
-        check_problem(x, w_gate, w_up, w_down)
-    if backend == registry.DENSE:
-        return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    if plan.hot and not registry.has_few_tokens(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
-        return None, None
-    if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
-        return None, None  # what is prepared does not screen
-    key = launch_cache.call_key(backend, call.activation, inputs)
-    prepared = None if key is None else LAUNCHES.get(key)
-    return (None, key) if prepared is None else (prepared(x), None)
-
-
-def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FFNStats | None]:
-    """The call with its backend, cast and laid out for it; inputs: checked."""
     x, w_gate, w_up, w_down = inputs
     plan, training, device = call.plan, wants_gradients(inputs), x.device
     if under_autocast(device.type):
@@ -234,6 +210,25 @@ def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FF
     if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
         return y, None
     return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(x.shape[:-1]), l1, fired_N, overflow, name)
+
+
+def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
+    """(y, None) of an inference call that is dense or was prepared before, which takes a fraction of the time on the
+    host. Else (None, a key under which to prepare the call for its next repetition, or None)."""
+    x, w_gate, w_up, w_down = inputs
+    plan = call.plan
+    backend = plan.backend_for(math.prod(x.shape[:-1])) if plan.up_to else plan.backend
+    if plan.hot or backend == registry.DENSE:
+        check_problem(x, w_gate, w_up, w_down)
+    if backend == registry.DENSE:
+        return dense.inference(x, w_gate, w_up, w_down, call.activation), None
+    if plan.hot and not registry.has_few_tokens(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
+        return None, None
+    if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
+        return None, None  # what is prepared does not screen
+    key = launch_cache.call_key(backend, call.activation, inputs)
+    prepared = None if key is None else LAUNCHES.get(key)
+    return (None, key) if prepared is None else (prepared(x), None)
 
 
 def _hot_of(name: str, x: Tensor, neurons: int, call: Call, training: bool) -> tuple[Tensor | None, int]:

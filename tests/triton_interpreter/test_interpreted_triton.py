@@ -47,13 +47,11 @@ def use(monkeypatch, **config):
 def _quick(request, monkeypatch):
     """One program per token: the real configurations would split tokens into several programs. And the kernels for any
     number of tokens, although the problems here have few."""
-    from twell.triton import few
-
     torch.manual_seed(0)  # whatever ran before: what plain bfloat16 loses, and so what is allowed, is a matter of luck
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
     if not request.node.name.startswith("test_few_tokens"):
-        monkeypatch.setattr(few, "MAX_TOKENS", 0)
+        monkeypatch.setattr("twell.backends.triton._MOST_FEW", 0)
 
 
 @pytest.fixture(params=[{"chunk": 3, "programs": 2}, {"across": 2}, {"parts": 3, "share": 2}], ids=str)

@@ -22,6 +22,11 @@ from .probe import launch
 
 _CAPABILITY = (8, 0)
 _HIDDEN_STEP = 16
+_MOST_FEW = 64  # tokens of the kernels for few: with more, dense products are faster (docs/log/2026-11-22.md)
+
+
+def _takes_few(tokens: int, hidden: int) -> bool:
+    return 0 < tokens <= _MOST_FEW
 
 
 @functools.cache
@@ -30,7 +35,7 @@ def _kernels() -> adapter.Kernels:
     from ..triton import few, inference
     from ..triton.backward import backward
 
-    return adapter.Kernels(inference.gate_pack, inference.gated_down, backward, few.takes, few.forward)
+    return adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _takes_few, few.forward)
 
 
 def _activate(*arguments: Any) -> tuple[Tensor, Forward]:
@@ -54,16 +59,8 @@ def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor],
 
     if inference.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    make = few.prepared if few.takes(*x.shape) else inference.prepared
+    make = few.prepared if _takes_few(*x.shape) else inference.prepared
     return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2))
-
-
-def _few_tokens(tokens: int, hidden: int) -> bool:
-    try:
-        from ..triton import few
-    except ImportError:  # without Triton; the probe says so
-        return False
-    return few.takes(tokens, hidden)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -104,6 +101,6 @@ BACKEND = Backend(
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,
-    few_tokens=_few_tokens,
+    few_tokens=_takes_few,
     reads_saved_only=adapter.reads_saved_only,
 )
