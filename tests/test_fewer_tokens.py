@@ -137,9 +137,9 @@ def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_o
     """As hopper does: few tokens have kernels of their own for all neurons, others leave the hot ones out."""
     calls, plain = [], registry.get("reference")
 
-    def gather(weights, hot, with_cold):
+    def gather(hot, weights, with_cold):
         left = torch.ones(NEURONS, dtype=torch.bool).index_fill(0, hot, False).nonzero().flatten()
-        rows = hot_split.gather(weights, hot, with_cold)
+        rows = hot_split.gather(hot, weights, with_cold)
         return rows._replace(cold=Cold(weights.pattern[left], left)) if with_cold else rows
 
     def forward(x, weights, options, cold=None):

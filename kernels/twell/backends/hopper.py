@@ -15,7 +15,7 @@ from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
 from ..hopper import few, hot_steps, inference, screen
 from ..hopper.backward import backward
-from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, HotSteps, Request, Weights
 from ..memory import PIECE
 from .probe import launch
 
@@ -25,17 +25,11 @@ _PROBE_NEURONS = 8
 
 _KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, few.takes, few.forward, screen.screen)
 
-
-def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
-    with adapter.on_device_of(neurons):
-        return hot_steps.gather(weights, neurons, with_cold)
-
-
 h_at_once = adapter.on_own_device(hot_steps.hidden)
 _HOT = HotSteps(
     activate=adapter.on_own_device(hot_steps.activate),
     derive=adapter.on_own_device(hot_steps.derive),
-    gather=_gather,
+    gather=adapter.on_own_device(hot_steps.gather),
     scatter=adapter.on_own_device(hot_steps.scatter),
     hidden=h_at_once,
 )
