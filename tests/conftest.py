@@ -131,7 +131,7 @@ def backends(monkeypatch, own_clock):
             return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
 
         yes = Availability(True, "a test")
-        return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
+        return Backend(lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
 
     def register(**times):
         times = {"dense": lambda nonzeros, neurons: 20.0, **times}

@@ -44,7 +44,6 @@ def _saved_like(x, weights, options):
 
 
 BACKEND = Backend(
-    NAME,
     lambda device: Availability(True, "a test"),
     lambda request: None,
     _forward,

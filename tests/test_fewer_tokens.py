@@ -10,7 +10,7 @@ from calls import change, make_block
 from torch import nn
 
 from twell import SparseFeedForward, autotune, hot_split, load_plans, registry, save_plans
-from twell.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
+from twell.gpu.adapter import Kernels, are_read_in_place, forward_and_backward
 from twell.gpu.saved_csr import SavedCSR
 from twell.interface import Cold, HotSteps, Options, Weights
 from twell.tuning import forward
@@ -137,9 +137,9 @@ def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_o
     """As hopper does: few tokens have kernels of their own for all neurons, others leave the hot ones out."""
     calls, plain = [], registry.get("reference")
 
-    def gather(weights, hot, with_cold):
+    def gather(hot, weights, with_cold):
         left = torch.ones(NEURONS, dtype=torch.bool).index_fill(0, hot, False).nonzero().flatten()
-        rows = hot_split.gather(weights, hot, with_cold)
+        rows = hot_split.gather(hot, weights, with_cold)
         return rows._replace(cold=Cold(weights.pattern[left], left)) if with_cold else rows
 
     def forward(x, weights, options, cold=None):
@@ -170,9 +170,12 @@ def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
     def gate_pack(x, weights, **options):
         taken.append(options.get("cold"))
 
-    few = FewTokens(lambda tokens, hidden: True, lambda x, weights, **options: taken.append("few") or x)
-    kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, few)
-    forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
+    def few(x, weights, **options):
+        taken.append("few")
+        return x
+
+    kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, lambda *sizes: True, few)
+    forward, _ = forward_and_backward(lambda: kernels, HotSteps(*[None] * 4))
     weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
     forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, 0.0, "relu"), cold)
     assert taken == ["few" if cold is None else "cold"]

@@ -192,7 +192,7 @@ def test_what_the_backends_share_fits_these_kernels():
     kernels = hopper._KERNELS
     inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True)
     inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None, squared=True)
-    inspect.signature(kernels.few.forward).bind("x", "weights", squared=True)
+    inspect.signature(kernels.few).bind("x", "weights", squared=True)
     inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs", squared=True)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)

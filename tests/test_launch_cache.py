@@ -13,7 +13,7 @@ from twell.backends import hopper
 from twell.hopper import driver, few, hot_steps, inference, params
 from twell.hopper.screen import TILE
 from twell.interface import Options, Request, Weights
-from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.launch_cache import LAUNCHES
 from twell.memory import SCREENS_FROM
 from twell.testing import make_problem
 
@@ -154,12 +154,12 @@ def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
     monkeypatch.setattr(LAUNCHES, "most", 3)
     for end in range(1, 6):
         call(problem._replace(x=problem.x[:end]))
-    assert LAUNCHES.count(PreparedCall) == 2
+    assert len(LAUNCHES._entries) == 2
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 5, "called": 1}
     LAUNCHES.put("another", 0)
     LAUNCHES.put("another", 1)
-    assert LAUNCHES.count(PreparedCall) == 2, "a full cache forgets nothing for what it has"
+    assert len(LAUNCHES._entries) == 3, "a full cache forgets nothing for what it has"
     LAUNCHES.clear()
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 6, "called": 1}
@@ -301,7 +301,7 @@ def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared,
             few.plan(0, tokens, hidden, 776, True, squared)
         else:
             _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
-            inference._down_plan(tokens, hidden, 0, layout.tiling, None, switches)
+            inference._down_plan(tokens, hidden, 0, layout.tiling, switches)
     hot_steps.hidden_kernel(0, squared)
     if screened:
         p = make_problem(SCREENS_FROM, hidden, 776, 8, dtype=torch.bfloat16)

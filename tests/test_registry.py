@@ -74,7 +74,7 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
 
     monkeypatch.setattr(registry, "_probed", {})
     monkeypatch.setattr(registry, "_can_run", functools.cache(registry._can_run.__wrapped__))
-    monkeypatch.setattr(registry, "get", lambda name: Backend(name, answer, lambda request: None, *[None] * 3))
+    monkeypatch.setattr(registry, "get", lambda name: Backend(answer, lambda request: None, *[None] * 3))
     assert not can_run()
     assert not can_run()
     assert len(asked) == 1, "a call of dense products asks each time"
@@ -87,11 +87,3 @@ def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkey
 def test_running_out_of_memory_says_nothing_about_a_backend():
     with pytest.raises(torch.OutOfMemoryError):
         probe.launch(raising(torch.OutOfMemoryError("a test")), torch.device("cpu"), torch.float32)
-
-
-def test_hot_neurons_without_triton(monkeypatch):
-    import twell.triton
-
-    monkeypatch.delattr(twell.triton, "few", raising=False)
-    monkeypatch.setitem(sys.modules, "twell.triton.few", None)
-    assert not registry.has_few_tokens("triton", 4, 64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell import Plan
-from twell.gpu.adapter import Kernels, functions
+from twell.gpu.adapter import Kernels, forward_and_backward
 from twell.hopper.screen import channel_factors, screen
 from twell.interface import HotSteps, Options, Weights
 from twell.memory import SCREENS_FROM
@@ -123,8 +123,10 @@ def test_which_calls_are_screened(stats, cold, wanted):
     def gated_down(packed, x, weights, **options):
         return x, (x, x, x)
 
-    kernels = Kernels(gate_pack, gated_down, None, screen=lambda x, weights, count: f"screen {count}")
-    forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
+    kernels = Kernels(
+        gate_pack, gated_down, None, lambda *sizes: False, None, lambda x, weights, count: f"screen {count}"
+    )
+    forward, _ = forward_and_backward(lambda: kernels, HotSteps(*[None] * 4))
     weights = Weights(*(torch.ones(8, 4) for _ in range(3)))
     forward(torch.ones(9, 4), weights, Options(stats, False, screened=5), cold)
     assert asked == [wanted]

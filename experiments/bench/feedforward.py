@@ -35,7 +35,7 @@ from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 from twell.tuning.forward import measured
-from twell.tuning.order import FiringOrder, firing_order, first_neurons
+from twell.tuning.order import FiringOrder, firing_order
 from twell.tuning.timing import quick_times
 
 if TYPE_CHECKING:
@@ -281,9 +281,9 @@ class _OrderedCall(_Call):
 
     def _ordered(self, problem: Problem, order: FiringOrder) -> Problem:
         """The problem with its neurons in this order, or with the first of them alone."""
-        x, w_gate, w_up, w_down = problem
+        w_gate, w_up, w_down = order.reordered(problem[1:])
         kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
-        return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
+        return Problem(problem.x, None if w_gate is None else w_gate[:kept], w_up[:kept], w_down[:, :kept])
 
     def counts(self) -> dict[str, Any]:
         plan = self._call.plan

@@ -63,7 +63,18 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
     named: dict[str, Tensor] = {"x": x, **gate, "w_up": w_up, "w_down": w_down}
     for name, tensor in named.items():
         _check_tensor(name, tensor)
-    _check_shapes(x, w_up, w_down, w_gate)
+    if x.ndim == 0:
+        raise ValueError("x must have shape [..., hidden], got a scalar")
+    if w_up.ndim != 2 or 0 in w_up.shape:
+        raise ValueError(f"w_up must have shape [intermediate, hidden], neither of them 0, got {list(w_up.shape)}")
+    intermediate, hidden = w_up.shape
+    if x.shape[-1] != hidden:
+        raise ValueError(f"x must have shape [..., {hidden}] to fit w_up {list(w_up.shape)}, got {list(x.shape)}")
+    if w_down.shape != (hidden, intermediate):
+        wanted = f"[{hidden}, {intermediate}]"
+        raise ValueError(f"w_down must have shape {wanted} to fit w_up {list(w_up.shape)}, got {list(w_down.shape)}")
+    if w_gate is not None and w_gate.shape != w_up.shape:
+        raise ValueError(f"w_gate must have the shape of w_up, {list(w_up.shape)}, got {list(w_gate.shape)}")
     _check_same("device", {name: tensor.device for name, tensor in named.items()})
     if not under_autocast(x.device.type):
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
@@ -117,21 +128,6 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must have one of the dtypes {wanted}, got {tensor.dtype}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a plain (strided) tensor, got layout {tensor.layout}")
-
-
-def _check_shapes(x: Tensor, w_up: Tensor, w_down: Tensor, w_gate: Tensor | None = None) -> None:
-    if x.ndim == 0:
-        raise ValueError("x must have shape [..., hidden], got a scalar")
-    if w_up.ndim != 2 or 0 in w_up.shape:
-        raise ValueError(f"w_up must have shape [intermediate, hidden], neither of them 0, got {list(w_up.shape)}")
-    intermediate, hidden = w_up.shape
-    if x.shape[-1] != hidden:
-        raise ValueError(f"x must have shape [..., {hidden}] to fit w_up {list(w_up.shape)}, got {list(x.shape)}")
-    if w_down.shape != (hidden, intermediate):
-        wanted = f"[{hidden}, {intermediate}]"
-        raise ValueError(f"w_down must have shape {wanted} to fit w_up {list(w_up.shape)}, got {list(w_down.shape)}")
-    if w_gate is not None and w_gate.shape != w_up.shape:
-        raise ValueError(f"w_gate must have the shape of w_up, {list(w_up.shape)}, got {list(w_gate.shape)}")
 
 
 def _check_same(what: str, values: dict[str, object]) -> None:

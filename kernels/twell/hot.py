@@ -28,16 +28,12 @@ class HotSplit(NamedTuple):
 
 
 @torch.no_grad()
-def hot_neurons(
-    x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
-) -> Tensor:
-    """The neurons to compute by dense products, int64 [H], sorted. H is a multiple of `multiple`; 0 if nothing is
-    saved.
+def hot_neurons(x: Tensor, w_gate: Tensor) -> Tensor:
+    """The neurons to compute by dense products, int64 [H], sorted; none if nothing is saved.
 
     x: [..., K], representative inputs of the block; w_gate: [N, K] (w_up of a non-gated block). Waits for the device.
-    See `best_split` for the other arguments and the errors.
     """
-    return best_split(firing_rates(x, w_gate), rate=rate, overhead=overhead, multiple=multiple).neurons
+    return best_split(firing_rates(x, w_gate)).neurons
 
 
 @torch.no_grad()
@@ -51,21 +47,12 @@ def firing_rates(x: Tensor, w_gate: Tensor) -> Tensor:
     return (F.linear(x_MK, w_gate.to(x.dtype)) > 0).sum(0) / max(x_MK.shape[0], 1)
 
 
-def best_split(
-    rates_N: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
-) -> HotSplit:
-    """The neurons with the highest rates, in the number (a multiple of `multiple`) that saves most; none if none saves.
-
-    rate: the firing rate above which dense products are cheaper; overhead: the cost of the split itself, in non-zeros
-    per token. Waits for the device. Raises ValueError for a rate outside 0..1 and for a multiple below 1.
-    """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"rate must lie between 0 and 1, got {rate}")
-    if type(multiple) is not int or multiple < 1:
-        raise ValueError(f"multiple must be an integer of at least 1, got {multiple!r}")
+def best_split(rates_N: Tensor) -> HotSplit:
+    """The neurons with the highest rates, in the number (a multiple of MULTIPLE) that saves most; none if none saves.
+    Waits for the device."""
     rates_N, order_N = rates_N.sort(descending=True)
-    saved = ((rates_N - rate).cumsum(0)[multiple - 1 :: multiple] - overhead).tolist()
+    saved = ((rates_N - RATE).cumsum(0)[MULTIPLE - 1 :: MULTIPLE] - OVERHEAD).tolist()
     best = max(range(len(saved)), key=saved.__getitem__, default=0)
     if not saved or saved[best] <= 0:
         return HotSplit(order_N[:0], 0.0)
-    return HotSplit(order_N[: (best + 1) * multiple].sort().values, saved[best])
+    return HotSplit(order_N[: (best + 1) * MULTIPLE].sort().values, saved[best])

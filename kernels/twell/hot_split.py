@@ -14,7 +14,7 @@ from .interface import RELU2, Backend, Forward, Gradients, HotRows, HotSteps, Ne
 from .memory import in_pieces
 
 
-def gather(weights: Weights, hot: Tensor, cold: bool) -> HotRows:
+def gather(hot: Tensor, weights: Weights, cold: bool) -> HotRows:
     """The rows of the hot neurons, and never the others."""
     gate, up = weights.gate, weights.up
     down = weights.down.index_select(0, hot)
@@ -118,7 +118,7 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     gate their g, [M, H]."""
     hot, steps = hot.contiguous(), _steps(backend)  # kernels read the indices as an array
     # The tokens of a dense backup compute all neurons of the weights that they are given.
-    own = steps.gather(weights, hot, not options.backup and bool(x.shape[0]) and hot.shape[0] < weights.up.shape[0])
+    own = steps.gather(hot, weights, not options.backup and bool(x.shape[0]) and hot.shape[0] < weights.up.shape[0])
     if own.cold is None:
         rest = backend.forward(x, _silenced(weights, hot), options)
     else:
@@ -190,7 +190,7 @@ def backward(
 ) -> Gradients:
     """Gradients, as `backend.backward` returns them, of both parts."""
     hot, steps = hot.contiguous(), _steps(backend)
-    own = steps.gather(weights, hot, False)
+    own = steps.gather(hot, weights, False)
     *rest, activated = saved
     given = (
         weights if backend.reads_saved_only is not None and backend.reads_saved_only(rest) else _silenced(weights, hot)

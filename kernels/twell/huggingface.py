@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
+from .modules import PARTS, SparseFeedForward, check_no_hooks, feed_forward_blocks, plain_linear
 from .names import DENSE
 from .plan import Plan
 
 logger = logging.getLogger(__name__)
-_NAMES = ("gate_proj", "up_proj", "down_proj")
 _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
@@ -145,11 +144,11 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Ml
 
 
 def _by_name(module: Any) -> Mlp | None:
-    parts = [getattr(module, part, None) for part in (*_NAMES[1:], "act_fn")]
+    parts = [getattr(module, part, None) for part in (*PARTS[1:], "act_fn")]
     if isinstance(module, SparseFeedForward) or not all(isinstance(part, nn.Module) for part in parts):
         return None
-    gate = _NAMES[0] if getattr(module, _NAMES[0], None) is not None else None
-    return Mlp(module, (gate, *_NAMES[1:]), "act_fn")
+    gate = PARTS[0] if getattr(module, PARTS[0], None) is not None else None
+    return Mlp(module, (gate, *PARTS[1:]), "act_fn")
 
 
 def _by_result(modules: dict[str, nn.Module], activation: str | None) -> dict[str, Mlp]:
@@ -404,11 +403,11 @@ def _set_activations(root: Any, copies: Copies, wanted: dict[str, tuple[nn.Modul
         return
     logger.warning("%s: the activation in the configuration changes. %s", type(root).__name__, OTHER_ENGINES)
     own = copies[id(_config_of(root))]
-    before = _rebuilt(root, own)
+    before = rebuilt(root, own)
     for config, activation in wrong:
         for setting in _settings(config):
             setattr(config, setting, activation)
-    _check_rebuilt(root, before, _rebuilt(root, own), {name: mlp for name, (_, mlp) in wanted.items()})
+    _check_rebuilt(root, before, rebuilt(root, own), {name: mlp for name, (_, mlp) in wanted.items()})
     own.activation_note = OTHER_ENGINES  # what save_pretrained writes says it too
 
 
@@ -417,27 +416,26 @@ def _settings(config: Any) -> dict[str, str]:
     return {setting: value for setting, value in found.items() if isinstance(value, str)}
 
 
-def _rebuilt(root: Any, config: Any) -> nn.Module:
-    """The model that this configuration describes, on the meta device."""
+def rebuilt(root: Any, config: Any, what: str = "configuration") -> nn.Module:
+    """The model that this configuration describes, on the meta device. Raises ValueError if there is none."""
     try:
         with torch.device("meta"):
             return type(root)(copy.deepcopy(config))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
+        raise ValueError(f"{type(root).__name__} cannot be made from its {what}: {error}") from error
 
 
 def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, Mlp]) -> None:
     """Raises ValueError unless only the activation of the MLPs differs, and it is now the wanted one."""
-    rebuilt = {name: module for name, module in after.named_modules() if name in wanted}
+    others = dict(after.named_modules())
     for name, mlp in wanted.items():
-        module = rebuilt.get(name)
+        module = others.get(name)
         if type(module) is not type(mlp.module) or _activation_of(name, mlp._replace(module=module)) != mlp.activation:
             raise ValueError(
                 f"the configuration of {type(root).__name__} has no setting ({', '.join(_SETTINGS)}) that makes the "
                 f"activation of {name} {mlp.activation}, so what is saved would compute something else"
             )
     own = {*wanted, *(f"{name}.{mlp.act}" for name, mlp in wanted.items())}
-    others = dict(after.named_modules())
     for name, module in before.named_modules():
         if name not in own and _traits(module) != _traits(others[name]):
             raise ValueError(

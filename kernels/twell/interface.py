@@ -66,6 +66,12 @@ class Gradients(NamedTuple):
     up: Tensor | None
     down: Tensor | None
 
+    @classmethod
+    def empty(cls, x: Tensor, weights: Weights, needs: "Needs") -> "Gradients":
+        """Memory for those that are needed, contiguous."""
+        wanted = zip((x, *weights[:3]), needs, strict=True)
+        return cls(*(t.new_empty(t.shape) if t is not None and needed else None for t, needed in wanted))
+
 
 class Needs(NamedTuple):
     """The gradients that are requested."""
@@ -135,7 +141,7 @@ class HotSteps(NamedTuple):
     `hot_split.py`, or a backend's own.
 
     activate, derive: the last argument is the weight of each of these neurons in the L1 term, as in `Weights`.
-    gather(weights, hot, cold) -> HotRows, with the neurons that are not hot if `cold`.
+    gather(hot, weights, cold) -> HotRows, with the neurons that are not hot if `cold`.
     scatter(hot, inner, down, gradients): the hot neurons' rows of the weights' gradients, laid out as in HotRows, take
         their place in `gradients`, where these are wanted; inner or down is None where none of its are.
     hidden(x, gate, up, activation) -> h [M, H] of gated hot neurons, gate and up [H, K], or None: to be computed by
@@ -144,7 +150,7 @@ class HotSteps(NamedTuple):
 
     activate: Callable[[Tensor, Tensor, bool, Forward, str, Tensor | None], tuple[Tensor, Forward]]
     derive: Callable[[Tensor, Tensor, Tensor | None, bool, str, Tensor | None], tuple[Tensor, Tensor]]
-    gather: Callable[[Weights, Tensor, bool], HotRows]
+    gather: Callable[[Tensor, Weights, bool], HotRows]
     scatter: Callable[[Tensor, Tensor | None, Tensor | None, Gradients], None]
     hidden: Callable[[Tensor, Tensor, Tensor, str], Tensor | None] = lambda *_: None
 
@@ -177,7 +183,6 @@ class Backend:
         capacity.
     """
 
-    name: str
     probe: Callable[[torch.device], Availability]
     supports: Callable[[Request], str | None]
     forward: Callable[..., Forward]

@@ -8,19 +8,13 @@ Triton backend (docs/log/2026-11-22.md).
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from . import registry
 from .interface import Weights
 from .memory import PIECE
-
-
-class PreparedCall(NamedTuple):
-    """A fully prepared call, x -> y."""
-
-    run: Callable[[Tensor], Tensor]
 
 
 class LaunchCache:
@@ -56,10 +50,6 @@ class LaunchCache:
         """Forgets everything."""
         self._entries.clear()
 
-    def count(self, kind: type) -> int:
-        """The number of entries of this type."""
-        return sum(isinstance(entry, kind) for entry in self._entries.values())
-
 
 LAUNCHES = LaunchCache()
 
@@ -88,4 +78,4 @@ def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weigh
     if make is None or not x.numel() or not x.is_contiguous() or x.numel() > PIECE * x.shape[-1]:
         return  # the last: a call in pieces takes longer on the device than on the host
     if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
-        LAUNCHES.put(key, PreparedCall(run))
+        LAUNCHES.put(key, run)

@@ -25,7 +25,7 @@ from .torch_internals import in_backward
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
-_PARTS = ("gate_proj", "up_proj", "down_proj")
+PARTS = ("gate_proj", "up_proj", "down_proj")
 _DOES_MORE = (
     "a layer of a sparse block has hooks (pruning, weight_norm, DeepSpeed's ZeRO-3, and fully_shard of a single layer "
     "add some), a bias or a patched forward, or is another module than a plain torch.nn.Linear (adapters, "
@@ -71,15 +71,14 @@ def _weight(linear: nn.Linear) -> Tensor:
         or parameters.get("bias") is not None
         or (type(linear) is not nn.Linear and not _is_plain(linear))
     ):
-        raise ValueError(_what_it_does(linear))
+        if hasattr(linear, "_hf_hook"):
+            raise ValueError(
+                f"a layer of a sparse block has {_OF_ACCELERATE}, which the block would skip: load it on one device"
+            )
+        kind = type(linear)
+        raise ValueError(_DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {kind.__module__}.{kind.__name__}")
     weight = parameters.get("weight")
     return linear.weight if weight is None else weight  # of torch.nn.utils.parametrize it is a property
-
-
-def _what_it_does(linear: nn.Module) -> str:
-    if hasattr(linear, "_hf_hook"):
-        return f"a layer of a sparse block has {_OF_ACCELERATE}, which the block would skip: load it on one device"
-    return _DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {type(linear).__module__}.{type(linear).__name__}"
 
 
 def plain_linear(name: str, linear: nn.Module) -> nn.Linear:
@@ -163,7 +162,7 @@ class SparseFeedForward(nn.Module):
     l1_weight: the weight of each neuron in `.stats.l1`, floating [N], see `sparse_ffn`; None: 1 for all.
     """
 
-    _names: tuple[str, ...] = _PARTS  # of the layers among the submodules
+    _names: tuple[str, ...] = PARTS  # of the layers among the submodules
     _plan: Plan
 
     def __init__(
@@ -206,7 +205,7 @@ class SparseFeedForward(nn.Module):
         up_proj: nn.Linear,
         down_proj: nn.Linear,
         *,
-        names: Sequence[str | None] = _PARTS,
+        names: Sequence[str | None] = PARTS,
         **settings: Any,
     ) -> "SparseFeedForward":
         """The block around existing linear layers, with their parameters. gate_proj=None: a non-gated block.
@@ -227,30 +226,33 @@ class SparseFeedForward(nn.Module):
         block = cls(hidden_size, intermediate_size, gated=gate_proj is not None, device="meta", **settings)
         for name, linear in parts.items():
             setattr(block, name, linear)
-        if len(names) != len(_PARTS):
+        if len(names) != len(PARTS):
             raise ValueError(f"names must be those of gate (or None), up and down, three, got {tuple(names)}")
-        used = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
-        if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*_PARTS}):
+        used = tuple(part if name is None else name for part, name in zip(PARTS, names, strict=True))
+        if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*PARTS}):
             raise ValueError(f"names must differ from each other and from a block's attributes, got {tuple(names)}")
         block._names = used
         layers = block._modules
-        block._modules = {new: layers[part] for part, new in zip(_PARTS, block._names, strict=True) if part in layers}
+        block._modules = {new: layers[part] for part, new in zip(PARTS, block._names, strict=True) if part in layers}
         block.plan = plan  # now, since a change of layers resets hot neurons
         return block.train(up_proj.training)
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(self._names[_PARTS.index(name)] if name in _PARTS else name)
+        return super().__getattr__(self._names[PARTS.index(name)] if name in PARTS else name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARTS:
-            name = self._names[_PARTS.index(name)]
+        if name in PARTS:
+            name = self._names[PARTS.index(name)]
         if name in self._names and isinstance(value, nn.Module):
             value = plain_linear(name, value)
             if "_growth" in vars(self):  # the last attribute that __init__ sets
                 self._forget_neurons()
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and getattr(self, "down_proj", None) is value:
-            _lay_out(self)
+            weight = self.down_proj.weight
+            if type(weight) is nn.Parameter:  # not sharded or parametrized
+                with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+                    weight.data = neuron_major(weight.data)
 
     def _forget_neurons(self) -> None:
         """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
@@ -366,14 +368,6 @@ class SparseFeedForward(nn.Module):
     def extra_repr(self) -> str:
         activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
         return f"{activation}plan={str(self._plan)!r}, keep_stats={self.keep_stats}"
-
-
-def _lay_out(block: SparseFeedForward) -> None:
-    """Store the down weights neuron by neuron, in place, unless they are sharded or parametrized."""
-    weight = block.down_proj.weight
-    if type(weight) is nn.Parameter:
-        with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-            weight.data = neuron_major(weight.data)
 
 
 def _lay_out_loaded(

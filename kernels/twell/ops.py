@@ -75,6 +75,21 @@ class FFNStats(NamedTuple):
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
 
 
+class Operands(NamedTuple):
+    """The tensors of a call: its inputs, with x [M, K]; the hot neurons by index; the weights of the L1 term, [N]."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+    hot: Tensor | None
+    l1_weight: Tensor | None
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.w_gate, self.w_up, self.w_down.t(), self.l1_weight)
+
+
 class Call(NamedTuple):
     """What a call is given beside its inputs. capacity: as in `Options`; hot: the plan's hot neurons where they are
     given by index, int64 [H]; growth: records the capacity that the backward would have needed (not under
@@ -168,7 +183,33 @@ def compute(inputs: Inputs, call: Call) -> tuple[Tensor, FFNStats | None]:
         call.plan.check_fits(inputs[2].shape[0])
     if call.stats and call.l1_weight is not None:
         check_l1_weight(call.l1_weight, inputs[2])
-    return _resolved(inputs, call, key)
+    x, w_gate, w_up, w_down = inputs
+    plan, training, device = call.plan, wants_gradients(inputs), x.device
+    if under_autocast(device.type):
+        x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
+    intermediate, hidden = w_up.shape
+    if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
+        intermediate, hidden = operator.index(intermediate), operator.index(hidden)
+    tokens = math.prod(x.shape[:-1])
+    requested = plan.backend_for(tokens) if plan.up_to and is_fixed(tokens) else plan.backend
+    sizes = hidden, intermediate
+    name = registry.resolve(requested, device, x.dtype, *sizes, w_gate is not None, training, call.activation)
+    if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
+        w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
+    if key is not None:
+        launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
+    x_MK = x if x.ndim == 2 else x.reshape(tokens, hidden)
+    l1_weight = None
+    if call.stats and call.l1_weight is not None:
+        l1_weight = call.l1_weight.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    hot, leading = _hot_of(name, x_MK, intermediate, call, training)
+    options = Options(call.stats, training, call.capacity, plan.backup, call.activation, plan.screened, leading)
+    operands = Operands(x_MK, w_gate, w_up, w_down, hot, l1_weight)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, operands, options, call.growth)
+    y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
+    if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
+        return y, None
+    return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(x.shape[:-1]), l1, fired_N, overflow, name)
 
 
 def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
@@ -187,43 +228,12 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
         return None, None  # what is prepared does not screen
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
-    return (None, key) if prepared is None else (prepared.run(x), None)
+    return (None, key) if prepared is None else (prepared(x), None)
 
 
-def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FFNStats | None]:
-    """The call with its backend, cast and laid out for it; inputs: checked."""
-    x, w_gate, w_up, w_down = inputs
-    plan, training, device = call.plan, wants_gradients(inputs), x.device
-    if under_autocast(device.type):
-        x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
-    intermediate, hidden = w_up.shape
-    if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
-        intermediate, hidden = operator.index(intermediate), operator.index(hidden)
-    tokens = math.prod(x.shape[:-1])
-    requested = plan.backend_for(tokens) if plan.up_to and is_fixed(tokens) else plan.backend
-    sizes = hidden, intermediate
-    name = registry.resolve(requested, device, x.dtype, *sizes, w_gate is not None, training, call.activation)
-    if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
-        w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
-    if key is not None:
-        launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
-    whole = x if x.ndim == 2 else x.reshape(tokens, hidden), w_gate, w_up, w_down
-    l1_weight = None
-    if call.stats and call.l1_weight is not None:
-        l1_weight = call.l1_weight.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    hot, leading = _hot_of(name, whole, call, training)
-    options = Options(call.stats, training, call.capacity, plan.backup, call.activation, plan.screened, leading)
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, whole, hot, l1_weight, options, call.growth)
-    y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
-    if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
-        return y, None
-    return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(x.shape[:-1]), l1, fired_N, overflow, name)
-
-
-def _hot_of(name: str, inputs: Inputs, call: Call, training: bool) -> tuple[Tensor | None, int]:
+def _hot_of(name: str, x: Tensor, neurons: int, call: Call, training: bool) -> tuple[Tensor | None, int]:
     """The hot neurons that this backend leaves to dense products: (by index, as a number of leading ones), at most one
     of them."""
-    x, w_up = inputs[0], inputs[2]
     prefix = call.plan.leading
     if (call.hot is None and not prefix) or not registry.is_sparse(name):
         return None, 0
@@ -234,15 +244,15 @@ def _hot_of(name: str, inputs: Inputs, call: Call, training: bool) -> tuple[Tens
     for_y_alone = not (call.stats or training) and is_fixed(tokens) and is_static(tokens)
     if for_y_alone and registry.has_few_tokens(name, tokens, hidden):
         return None, 0
-    if prefix and (training or prefix == w_up.shape[0]):
+    if prefix and (training or prefix == neurons):
         return torch.arange(prefix, device=x.device), 0
     return call.hot, prefix
 
 
-def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor | None) -> Forward:
+def _prefix_split(name: str, operands: Operands, options: Options) -> Forward:
     """The forward of x [M, K] without gradients: the leading neurons by dense products, the others by the sparse
     backend."""
-    x, w_gate, w_up, w_down = inputs
+    x, w_gate, w_up, w_down, _, l1_weight = operands
     count = options.leading
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
@@ -259,45 +269,35 @@ def _prefix_split(name: str, inputs: Inputs, options: Options, l1_weight: Tensor
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _weights(inputs: Inputs, l1_weight: Tensor | None) -> Weights:
-    return Weights(inputs[1], inputs[2], inputs[3].t(), l1_weight)
-
-
-def _run(
-    name: str,
-    inputs: Inputs,
-    hot: Tensor | None,
-    l1_weight: Tensor | None,
-    options: Options,
-    growth: CapacityGrowth | None,
-) -> Results:
+def _run(name: str, operands: Operands, options: Options, growth: CapacityGrowth | None) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
     transformed, traced, compiling = False, False, torch.compiler.is_compiling()
     if not compiling:
+        inputs = operands[:4]
         forward_mode = torch_internals.in_forward_mode() and any(
             t is not None and torch_internals.has_tangent(t) for t in inputs
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, l1_weight, name, options, growth)
-            return _computed(name, inputs, hot, l1_weight, options)[:5]
+                return _Direct.apply(*operands, name, options, growth)
+            return _computed(name, operands, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
-    if name == registry.DENSE and (transformed or traced or (compiling and not _makes_h_at_once(inputs, options))):
-        result = dense.traced(inputs[0], _weights(inputs, l1_weight), options.activation, stats=options.stats)
-        return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
+    if name == registry.DENSE and (transformed or traced or (compiling and not _makes_h_at_once(operands, options))):
+        result = dense.traced(operands.x, operands.weights, options.activation, stats=options.stats)
+        return *result[:4], operands.x.new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
         raise NotImplementedError(
             f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
             'torch.func (grad, vmap, ...): take plan="dense" there, or differentiate it with backward()'
         )
-    return _forward_op(*inputs, hot, l1_weight, name, *options)[:5]
+    return _forward_op(*operands, name, *options)[:5]
 
 
-def _makes_h_at_once(inputs: Inputs, options: Options) -> bool:
+def _makes_h_at_once(operands: Operands, options: Options) -> bool:
     """Whether a compiled program is faster if it leaves dense products to the operator, where one kernel makes h. One
     for any number of tokens does not: to ask would split its range, an error where `mark_dynamic` was given one."""
-    x, w_gate, w_up, _ = inputs
+    x, w_gate, w_up, *_ = operands
     if options.training or options.stats or not (is_fixed(x.shape[0]) and is_static(x.shape[0])):
         return False
     return x.is_cuda and dense.makes_h_at_once(x, w_gate, w_up, options.activation)
@@ -340,26 +340,27 @@ _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
 _backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
 
 
-def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, ...]:
-    shapes = ((x.shape[0],), (), (w_up.shape[0],), ()) if stats else ((0,),) * 4
+def _stats_like(operands: Operands, options: Options) -> tuple[Tensor, ...]:
+    x = operands.x
+    shapes = ((x.shape[0],), (), (operands.w_up.shape[0],), ()) if options.stats else ((0,),) * 4
     dtypes = (torch.int32, torch.promote_types(x.dtype, torch.float32), torch.bool, torch.int64)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _computed(backend: str, inputs: Inputs, hot: Tensor | None, l1_weight: Tensor | None, options: Options) -> Forward:
-    x, weights = inputs[0], _weights(inputs, l1_weight)
+def _computed(backend: str, operands: Operands, options: Options) -> Forward:
+    x, hot = operands.x, operands.hot
     if under_autocast(x.device.type):  # the backend says itself which dtype each product has
         with torch.autocast(x.device.type, enabled=False):
-            return _computed(backend, inputs, hot, l1_weight, options)
+            return _computed(backend, operands, options)
     for_y_alone = not (options.stats or options.training)
     if for_y_alone and (hot is not None or options.leading) and registry.has_few_tokens(backend, *x.shape):
         hot, options = None, options._replace(leading=0)  # `_hot_of` cannot tell in a program for any number of tokens
     if options.leading:
-        result = _prefix_split(backend, inputs, options, l1_weight)
+        result = _prefix_split(backend, operands, options)
     elif hot is not None and (split := _split_backend(backend, hot)) is not None:
-        result = hot_split.forward(split, x, weights, hot, options)
+        result = hot_split.forward(split, x, operands.weights, hot, options)
     else:
-        result = registry.get(backend).forward(x, weights, options)
+        result = registry.get(backend).forward(x, operands.weights, options)
     if options.stats and result.overflow is None:
         return result._replace(overflow=x.new_zeros((), dtype=torch.int64))
     return result
@@ -371,41 +372,28 @@ def _split_backend(backend: str, hot: Tensor) -> Backend | None:
     return found if hot.shape[0] and found.sparse else None
 
 
-def _forward(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    hot: Tensor | None,
-    l1_weight: Tensor | None,
-    backend: str,
-    *options: Any,
-) -> tuple[Any, ...]:
-    given = Options(*options)
-    return _as_outputs(_computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, given), x, w_up, given.stats)
+# The arguments of the operators are those of their schemas, in that order.
 
 
-def _as_outputs(result: Forward, x: Tensor, w_up: Tensor, stats: bool) -> tuple[Any, ...]:
-    return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
+def _forward(*arguments: Any) -> tuple[Any, ...]:
+    operands, options = Operands(*arguments[:6]), Options(*arguments[7:])
+    return _as_outputs(_computed(arguments[6], operands, options), operands, options)
 
 
-def _forward_fake(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    hot: Tensor | None,
-    l1_weight: Tensor | None,
-    backend: str,
-    *options: Any,
-) -> tuple[Any, ...]:
+def _as_outputs(result: Forward, operands: Operands, options: Options) -> tuple[Any, ...]:
+    stats = result[1:5] if options.stats else _stats_like(operands, options)
+    return (result.y, *stats, list(result.saved))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
+    operands, backend, options = Operands(*arguments[:6]), arguments[6], Options(*arguments[7:])
+    x, hot = operands.x, operands.hot
     saved: Sequence[Tensor] = ()
-    weights, given = Weights(w_gate, w_up, w_down.t()), Options(*options)
-    if given.training and hot is not None and (split := _split_backend(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, weights, hot, given)
-    elif given.training:
-        saved = registry.get(backend).saved_like(x, weights, given)
-    return (x.new_empty(x.shape), *_stats_like(x, w_up, given.stats), list(saved))
+    if options.training and hot is not None and (split := _split_backend(backend, hot)) is not None:
+        saved = hot_split.saved_like(split, x, operands.weights, hot, options)
+    elif options.training:
+        saved = registry.get(backend).saved_like(x, operands.weights, options)
+    return (x.new_empty(x.shape), *_stats_like(operands, options), list(saved))
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
@@ -424,10 +412,8 @@ def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | 
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
-    x, w_gate, w_up, w_down, hot, l1_weight, *saved = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    inputs = x, w_gate, w_up, w_down
-    gradients = backward(dy, dl1, *inputs, hot, l1_weight, saved, ctx.backend, needs, ctx.activation)
+    tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:4])
+    gradients = backward(dy, dl1, *tensors[:6], list(tensors[6:]), ctx.backend, needs, ctx.activation)
     return tuple(g if needed else None for g, needed in zip(gradients, needs, strict=True))
 
 
@@ -436,9 +422,10 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        x, w_gate, w_up, w_down, hot, l1_weight, backend, options, growth = arguments
-        result = _computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, options)
-        output = _as_outputs(result, x, w_up, options.stats)
+        *tensors, backend, options, growth = arguments
+        operands = Operands(*tensors)
+        result = _computed(backend, operands, options)
+        output = _as_outputs(result, operands, options)
         _setup_context(ctx, (*arguments[:-2], *options), output)
         ctx.count = result.saved_entries
         if growth is not None and result.saved_entries is not None:
@@ -453,27 +440,13 @@ class _Direct(torch.autograd.Function):
 
 
 def _backward(
-    dy: Tensor | None,
-    dl1: Tensor | None,
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    hot: Tensor | None,
-    l1_weight: Tensor | None,
-    saved: Sequence[Tensor],
-    backend: str,
-    needs: Sequence[bool],
-    activation: str,
-    count: EntryCount | None = None,
+    dy: Tensor | None, dl1: Tensor | None, *arguments: Any, count: EntryCount | None = None
 ) -> tuple[Tensor, ...]:
-    device_type = x.device.type
-    if under_autocast(device_type):  # the backend says itself which dtype each product has
-        with torch.autocast(device_type, enabled=False):
-            inputs = x, w_gate, w_up, w_down
-            return _backward(dy, dl1, *inputs, hot, l1_weight, saved, backend, needs, activation, count)
-    inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
-    weights = _weights(inputs, l1_weight)
+    operands, (saved, backend, needs, activation) = Operands(*arguments[:6]), arguments[6:]
+    x, hot, weights, wanted = operands.x, operands.hot, operands.weights, Needs(*needs)
+    if under_autocast(x.device.type):  # the backend says itself which dtype each product has
+        with torch.autocast(x.device.type, enabled=False):
+            return _backward(dy, dl1, *arguments, count=count)
     dy = x.new_zeros(x.shape) if dy is None else dy
     if hot is not None and (split := _split_backend(backend, hot)) is not None:
         found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
@@ -484,7 +457,8 @@ def _backward(
         found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
     gradients = found._replace(down=None if found.down is None else found.down.t())
     return tuple(
-        x.new_empty(0) if g is None or t is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True)
+        x.new_empty(0) if g is None or t is None else _laid_out(g, t)
+        for g, t in zip(gradients, operands[:4], strict=True)
     )
 
 
@@ -516,23 +490,10 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(gradient)
 
 
-def _backward_fake(
-    dy: Tensor | None,
-    dl1: Tensor | None,
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    hot: Tensor | None,
-    l1_weight: Tensor | None,
-    saved: Sequence[Tensor],
-    backend: str,
-    needs: Sequence[bool],
-    activation: str,
-) -> tuple[Tensor, ...]:
-    inputs = (x, w_gate, w_up, w_down)
+def _backward_fake(dy: Tensor | None, dl1: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, needs = arguments[:4], arguments[8]
     return tuple(
-        torch.empty_like(t) if t is not None and needed else x.new_empty(0)
+        torch.empty_like(t) if t is not None and needed else arguments[0].new_empty(0)
         for t, needed in zip(inputs, needs, strict=True)
     )
 

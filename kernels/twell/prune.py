@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .huggingface import prefixes
+from .huggingface import prefixes, rebuilt
 from .memory import neuron_major
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer, weights_of
 from .ops import sparse_ffn
@@ -111,8 +111,13 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         model(*inputs, **named)
     check_all_ran(model, fired)
     configs = _configs(model, blocks)
-    widths = _widths(fired, configs)
-    kept = {block: _kept(fired[block], width) for block, width in widths.items()}
+    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
+    for _, described in configs:
+        widths |= dict.fromkeys(described, max(widths[block] for block in described))
+    kept = {}  # neurons by block, int64, in their order: all that fired, and the first of the others
+    for block, width in widths.items():
+        fired_first = fired[block].to(torch.int8).argsort(descending=True, stable=True)
+        kept[block] = fired_first[:width].sort().values
     _check_rebuilt(model, configs, widths)
     before = None if held_out is None else _measured(model, held_out, kept)
     of, silent = ([len(block.up_proj.weight) for block in blocks], [int((~fired[block]).sum()) for block in blocks])
@@ -122,7 +127,13 @@ def prune_silent(model: nn.Module, *inputs: Any, held_out: Any = None, **named: 
         setattr(config, SIZE, widths[described[0]])
     if hasattr(getattr(unwrapped(model), "config", None), CONFIG_KEY):
         save_plans(model)
-    compared = None if before is None else _compared(*before, _outputs(model, held_out))
+    compared = None
+    if before is not None:
+        ((exact, loss), counts), (logits, loss_after) = before, _outputs(model, held_out)
+        exact, logits = exact.double(), logits.double()
+        error = (logits - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
+        same = (logits.argmax(-1) == exact.argmax(-1)).double().mean()
+        compared = HeldOut(*counts, float(error), float(same), loss, loss_after)
     return Pruned(tuple(widths[block] for block in blocks), tuple(of), tuple(silent), min(tokens.values()), compared)
 
 
@@ -138,19 +149,6 @@ def _check_own_weights(model: nn.Module, blocks: list[SparseFeedForward]) -> Non
             }
             if reason := next((reason for reason, holds in reasons.items() if holds), ""):
                 raise ValueError(f"{names[block]} has weights that cannot be made smaller: they {reason}")
-
-
-def _kept(fired: Tensor, width: int) -> Tensor:
-    """The neurons that stay, int64 [width], in their order: all that fired, and the first of the others."""
-    first = fired.to(torch.int8).argsort(descending=True, stable=True)[:width]
-    return first.sort().values
-
-
-def _widths(fired: Mapping[SparseFeedForward, Tensor], configs: "list[Described]") -> dict[SparseFeedForward, int]:
-    widths = {block: kept_count(neurons, MULTIPLE) for block, neurons in fired.items()}
-    for _, described in configs:
-        widths |= dict.fromkeys(described, max(widths[block] for block in described))
-    return widths
 
 
 def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:
@@ -213,11 +211,7 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
     changed = copy.deepcopy(root.config, memo)
     for config, described in configs:
         setattr(memo.get(id(config), changed), SIZE, widths[described[0]])
-    try:
-        with torch.device("meta"):
-            rebuilt = type(root)(changed)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{type(root).__name__} cannot be made from its smaller configuration: {error}") from error
+    smaller = rebuilt(root, changed, "smaller configuration")
     shapes = {name: tuple(value.shape) for name, value in root.state_dict().items()}
     for name, module in root.named_modules():
         if isinstance(module, SparseFeedForward) and module in widths:
@@ -226,7 +220,7 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
                     hidden = module.up_proj.weight.shape[1]
                     size = (hidden, widths[module]) if part == module._names[-1] else (widths[module], hidden)
                     shapes[f"{name}.{part}.weight"] = size
-    expected = {name: tuple(value.shape) for name, value in rebuilt.state_dict().items()}
+    expected = {name: tuple(value.shape) for name, value in smaller.state_dict().items()}
     if wrong := [name for name, shape in expected.items() if shapes.get(name) != shape]:
         raise ValueError(
             f"{SIZE} of the configuration is also that of other modules ({wrong[0]}): what is saved could not be loaded"
@@ -237,13 +231,6 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
 
 
 _Outputs = tuple[Tensor, float | None]  # logits, and the loss if the model returns one
-
-
-def _compared(before: _Outputs, counts: tuple[int, int, int], after: _Outputs) -> HeldOut:
-    exact, logits = before[0].double(), after[0].double()
-    error = (logits - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
-    same = (logits.argmax(-1) == exact.argmax(-1)).double().mean()
-    return HeldOut(*counts, float(error), float(same), before[1], after[1])
 
 
 def _measured(

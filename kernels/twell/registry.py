@@ -1,7 +1,6 @@
 """The registry of backends: which ones exist, which can run here, and which one runs a call.
 
-A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `names.FILES`. It is
-chosen in plain Python before the torch operator is called; the operator receives its name as a string.
+A backend is chosen in plain Python before the torch operator is called; the operator receives its name as a string.
 """
 
 import functools
@@ -117,14 +116,10 @@ def _resolve(requested: str, *kind: *_Kind) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
     request = Request(*kind)
-    if requested == AUTO:
-        return _fastest(request)
-    if reason := _why_not(requested, request):
-        raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
-    return requested
-
-
-def _fastest(request: Request) -> str:
+    if requested != AUTO:
+        if reason := _why_not(requested, request):
+            raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
+        return requested
     reasons = {}
     for name in _FASTEST if request.device.type == "cuda" else ():
         if (reason := _why_not(name, request)) is None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import run_ffn
+from packed_formats import as_twell
 
 from twell import hot_split
 from twell.hopper import hot_steps, inference, screen
@@ -18,8 +19,7 @@ def test_packing_is_exact():
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
     for tiling in (inference.WIDE, inference.NARROW):
         packed = inference.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), tiling)
-        format_ = packed.to_twell()
-        format_.validate()
+        format_ = as_twell(packed, 1500, tiling.tile)
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
         assert relative_error(format_.to_dense(), plain) < 2**-8
         assert torch.equal(format_.counts.sum(1), (format_.to_dense() != 0).sum(1))
@@ -73,7 +73,7 @@ def test_rows_of_hot_neurons_of_wide_blocks(neurons):
     """The list of the other neurons is in dynamic shared memory, beside 8 KB of static one."""
     w = torch.randn(neurons, 64, device=CUDA).bfloat16()
     chosen = torch.randperm(neurons, device=CUDA)[:40]
-    ours = hot_steps.gather(Weights(w, w, w), chosen, True)
+    ours = hot_steps.gather(chosen, Weights(w, w, w), True)
     others = torch.ones(neurons, dtype=torch.bool, device=CUDA).index_fill_(0, chosen, False).nonzero().flatten()
     assert torch.equal(ours.inner, torch.cat((w[chosen], w[chosen])))
     assert torch.equal(ours.down, w[chosen])
@@ -208,8 +208,8 @@ def test_neurons_that_do_not_exist_are_not_marked():
 @pytest.mark.parametrize("count", [1, 130, 1000])
 def test_rows_of_hot_neurons(count, gated, in_place):
     weights, neurons = _weights(gated, in_place), torch.randperm(1000, device=CUDA)[:count]
-    ours = hot_steps.gather(weights, neurons, count < 1000)
-    plain = hot_split.gather(weights, neurons, False)
+    ours = hot_steps.gather(neurons, weights, count < 1000)
+    plain = hot_split.gather(neurons, weights, False)
     assert torch.equal(ours.inner, plain.inner)
     assert torch.equal(ours.down, plain.down)
     if in_place and count < 1000:

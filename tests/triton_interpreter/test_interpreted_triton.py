@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from calls import Operators, exact_pattern, leaves, make_block, run_ffn, upstream, y_and_l1
+from packed_formats import as_twell
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, memory, ops, registry
@@ -46,13 +47,11 @@ def use(monkeypatch, **config):
 def _quick(request, monkeypatch):
     """One program per token: the real configurations would split tokens into several programs. And the kernels for any
     number of tokens, although the problems here have few."""
-    from twell.triton import few
-
     torch.manual_seed(0)  # whatever ran before: what plain bfloat16 loses, and so what is allowed, is a matter of luck
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
     if not request.node.name.startswith("test_few_tokens"):
-        monkeypatch.setattr(few, "MAX_TOKENS", 0)
+        monkeypatch.setattr("twell.backends.triton._MOST_FEW", 0)
 
 
 @pytest.fixture(params=[{"chunk": 3, "programs": 2}, {"across": 2}, {"parts": 3, "share": 2}], ids=str)
@@ -220,8 +219,7 @@ def test_packing_is_exact():
     ):
         weights = Weights(problem.w_gate, problem.w_up, neuron_major(problem.w_down).t())
         packed = inference.gate_pack(problem.x, weights, config)
-        format_ = packed.to_twell()
-        format_.validate()
+        format_ = as_twell(packed, 300, config.tile)
         plain = torch.relu(problem.x.float() @ problem.w_gate.float().t())
         assert relative_error(format_.to_dense(), plain) < 2**-8
         assert torch.equal(format_.counts.sum(1), (format_.to_dense() != 0).sum(1))

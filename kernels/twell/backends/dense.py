@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .. import registry
 from ..hot_split import before_activation, hidden_of
-from ..interface import RELU, RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..interface import RELU, RELU2, Backend, Forward, Gradients, Needs, Options, Weights
 from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
@@ -198,12 +198,5 @@ def gradients(
     return Gradients(dx_MK, *(None if total is None else total.to(x_MK.dtype) for total in sums))
 
 
-def _probe(device: torch.device) -> Availability:
-    return launch(_forward, device, torch.float32)
-
-
-def _supports(request: Request) -> str | None:
-    return None
-
-
-BACKEND = Backend("dense", _probe, _supports, _forward, _backward, _saved_like, sparse=False)
+_probe = functools.partial(launch, _forward, dtype=torch.float32)
+BACKEND = Backend(_probe, lambda request: None, _forward, _backward, _saved_like, sparse=False)

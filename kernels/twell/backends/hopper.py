@@ -15,32 +15,25 @@ from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
 from ..hopper import few, hot_steps, inference, screen
 from ..hopper.backward import backward
-from ..hopper.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, HotSteps, Request, Weights
 from ..memory import PIECE
 from .probe import launch
 
 _CAPABILITY = (9, 0)
+_HIDDEN_STEP = 64
 _PROBE_NEURONS = 8
 
-_FEW = adapter.FewTokens(few.takes, few.forward)
-_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW, screen.screen)
-
-
-def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
-    with adapter.on_device_of(neurons):
-        return hot_steps.gather(weights, neurons, with_cold)
-
+_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, few.takes, few.forward, screen.screen)
 
 h_at_once = adapter.on_own_device(hot_steps.hidden)
 _HOT = HotSteps(
     activate=adapter.on_own_device(hot_steps.activate),
     derive=adapter.on_own_device(hot_steps.derive),
-    gather=_gather,
+    gather=adapter.on_own_device(hot_steps.gather),
     scatter=adapter.on_own_device(hot_steps.scatter),
     hidden=h_at_once,
 )
-_FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
+_forward, _backward = adapter.forward_and_backward(lambda: _KERNELS, _HOT)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -94,22 +87,20 @@ def _probe(device: torch.device) -> Availability:
     except ImportError as error:
         return Availability(False, f"cuda-bindings cannot be imported: {error}")
     # A kernel that does not compile or load is a RuntimeError, which `launch` reports.
-    return launch(_FUNCTIONS.forward, device, torch.bfloat16, hidden=HIDDEN_STEP, intermediate=_PROBE_NEURONS)
-
-
-def _supports(request: Request) -> str | None:
-    return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
+    return launch(_forward, device, torch.bfloat16, hidden=_HIDDEN_STEP, intermediate=_PROBE_NEURONS)
 
 
 BACKEND = Backend(
-    "hopper",
     _probe,
-    _supports,
-    **_FUNCTIONS._asdict(),
+    partial(adapter.misfit, hidden_step=_HIDDEN_STEP),
+    _forward,
+    _backward,
+    adapter.saved_like,
     screens=True,
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,
     few_tokens=few.takes,
+    reads_saved_only=adapter.reads_saved_only,
     kernels=_kernels,
 )

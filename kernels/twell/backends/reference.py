@@ -6,6 +6,7 @@ rows beyond the planned backup are spilled, counted in stats.overflow, and made 
 lost. Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from ..formats import ELL, Hybrid, TwELL
 from ..formats.ell import NARROW_COLUMNS, column_dtype
 from ..formats.hybrid import IN_ELL, backup_capacity
 from ..formats.twell import SLOTS
-from ..interface import Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..interface import Backend, Forward, Gradients, Needs, Options, Request, Weights
 from .probe import launch
 
 
@@ -114,14 +115,11 @@ def _to_recompute(dy: Tensor, dl1: Tensor | None, g: Hybrid) -> Tensor:
     return ((nonfinite & (g.row_map == IN_ELL)) | (g.row_map < IN_ELL)).nonzero().squeeze(-1)
 
 
-def _probe(device: torch.device) -> Availability:
-    return launch(_forward, device, torch.float32)
-
-
 def _supports(request: Request) -> str | None:
     if request.intermediate > NARROW_COLUMNS:
         return f"TwELL columns have 16 bits: intermediate size at most {NARROW_COLUMNS}, got {request.intermediate}"
     return None
 
 
-BACKEND = Backend("reference", _probe, _supports, _forward, _backward, _saved_like)
+_probe = functools.partial(launch, _forward, dtype=torch.float32)
+BACKEND = Backend(_probe, _supports, _forward, _backward, _saved_like)

@@ -17,10 +17,16 @@ from torch import Tensor
 from .. import hot_split
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..interface import RELU2, Availability, Backend, Forward, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, Forward, HotSteps, Weights
 from .probe import launch
 
 _CAPABILITY = (8, 0)
+_HIDDEN_STEP = 16
+_MOST_FEW = 64  # tokens of the kernels for few: with more, dense products are faster (docs/log/2026-11-22.md)
+
+
+def _takes_few(tokens: int, hidden: int) -> bool:
+    return 0 < tokens <= _MOST_FEW
 
 
 @functools.cache
@@ -29,9 +35,7 @@ def _kernels() -> adapter.Kernels:
     from ..triton import few, inference
     from ..triton.backward import backward
 
-    return adapter.Kernels(
-        inference.gate_pack, inference.gated_down, backward, adapter.FewTokens(few.takes, few.forward)
-    )
+    return adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _takes_few, few.forward)
 
 
 def _activate(*arguments: Any) -> tuple[Tensor, Forward]:
@@ -47,7 +51,7 @@ def _derive(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive), hot_split.gather, hot_split.scatter)
-_FUNCTIONS = adapter.functions(_kernels, _HOT)
+_forward, _backward = adapter.forward_and_backward(_kernels, _HOT)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -55,29 +59,21 @@ def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor],
 
     if inference.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    make = few.prepared if few.takes(*x.shape) else inference.prepared
+    make = few.prepared if _takes_few(*x.shape) else inference.prepared
     return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2))
-
-
-def _few_tokens(tokens: int, hidden: int) -> bool:
-    try:
-        from ..triton import few
-    except ImportError:  # without Triton; the probe says so
-        return False
-    return few.takes(tokens, hidden)
 
 
 def _probe(device: torch.device) -> Availability:
     try:
         from triton.errors import TritonError
 
-        from ..triton.inference import HIDDEN_STEP, INTERPRET
+        from ..triton.inference import INTERPRET
     except ImportError as error:
         return Availability(False, f"Triton cannot be imported: {error}")
     if reason := device_misfit(device, INTERPRET):
         return Availability(False, reason)
     try:
-        return launch(_FUNCTIONS.forward, device, torch.bfloat16, hidden=HIDDEN_STEP)
+        return launch(_forward, device, torch.bfloat16, hidden=_HIDDEN_STEP)
     except TritonError as error:
         return Availability(False, f"a kernel does not compile: {type(error).__name__}: {error}")
 
@@ -96,19 +92,15 @@ def device_misfit(device: torch.device, interpreted: bool) -> str | None:
     return None
 
 
-def _supports(request: Request) -> str | None:
-    from ..triton.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-
-    return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
-
-
 BACKEND = Backend(
-    "triton",
     _probe,
-    _supports,
-    **_FUNCTIONS._asdict(),
+    functools.partial(adapter.misfit, hidden_step=_HIDDEN_STEP),
+    _forward,
+    _backward,
+    adapter.saved_like,
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,
-    few_tokens=_few_tokens,
+    few_tokens=_takes_few,
+    reads_saved_only=adapter.reads_saved_only,
 )

@@ -6,20 +6,7 @@ import torch
 from torch import Tensor
 
 from .capacity import RAISE, CapacityError, check_policy, check_sizes
-from .layout import (
-    Entries,
-    check_matrix,
-    has_duplicates,
-    in_use,
-    left_align,
-    longest,
-    require,
-    require_floating,
-    require_one_device,
-    require_size,
-    require_tensors,
-    to_keep,
-)
+from .layout import Entries, check_matrix, in_use, left_align, longest, to_keep
 
 NARROW_COLUMNS = 2**16  # up to this many columns an index fits 16 bits
 
@@ -82,25 +69,3 @@ class ELL:
     def to_dense(self) -> Tensor:
         """The matrix [M, N], exactly as it was packed (except that -0.0 becomes +0.0)."""
         return self.entries().dense(self.shape)
-
-    def validate(self) -> None:
-        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
-        require_tensors("ELL", 2, values=self.values, columns=self.columns)
-        require_tensors("ELL", 1, lengths=self.lengths)
-        require_one_device("ELL", self.values, self.columns, self.lengths)
-        require_floating("ELL: values", self.values.dtype)
-        require_size("ELL: dense_width", self.dense_width, 0)
-        rows, width = self.values.shape
-        require(
-            self.columns.shape == (rows, width), f"ELL: columns must be {[rows, width]}, got {[*self.columns.shape]}"
-        )
-        require(self.lengths.shape == (rows,), f"ELL: lengths must be [{rows}], got {list(self.lengths.shape)}")
-        wanted = column_dtype(self.dense_width)
-        require(self.columns.dtype == wanted, f"ELL: columns must be {wanted}, got {self.columns.dtype}")
-        require(self.lengths.dtype == torch.int32, f"ELL: lengths must be int32, got {self.lengths.dtype}")
-        bad = (self.lengths < 0) | (self.lengths > width)
-        require(not bad.any(), f"ELL: {int(bad.sum())} lengths are outside 0..{width}")
-        used, columns = in_use(self.lengths, width), self.columns.long()
-        bad = used & ((columns < 0) | (columns >= self.dense_width))
-        require(not bad.any(), f"ELL: {int(bad.sum())} columns are outside 0..{self.dense_width - 1}")
-        require(not has_duplicates(columns, used), "ELL: a row uses a column twice")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import ELL
-from .layout import Entries, check_matrix, require, require_one_device, require_tensors, to_keep
+from .layout import Entries, check_matrix, to_keep
 
 WIDTH, BACKUP_SHARE = 128, 1 / 8
 IN_ELL, SPILLED = -1, -2
@@ -118,28 +118,6 @@ class Hybrid:
         rows, index = self.in_backup()
         dense[rows] = self.backup[index]
         return dense
-
-    def validate(self) -> None:
-        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
-        require(isinstance(self.ell, ELL), f"Hybrid: ell must be an ELL, got {type(self.ell).__name__}")
-        self.ell.validate()
-        require_tensors("Hybrid", 2, backup=self.backup)
-        require_tensors("Hybrid", 1, row_map=self.row_map)
-        require_one_device("Hybrid", self.ell.values, self.backup, self.row_map)
-        rows, width = self.ell.shape
-        capacity = self.backup.shape[0]
-        require(
-            self.backup.shape == (capacity, width), f"Hybrid: backup must be [*, {width}], got {[*self.backup.shape]}"
-        )
-        require(self.backup.dtype == self.ell.values.dtype, "Hybrid: the backup and the ELL part differ in dtype")
-        require(self.row_map.shape == (rows,), f"Hybrid: row_map must be [{rows}], got {list(self.row_map.shape)}")
-        require(self.row_map.dtype == torch.int32, f"Hybrid: row_map must be int32, got {self.row_map.dtype}")
-        bad = (self.row_map < SPILLED) | (self.row_map >= capacity)
-        require(not bad.any(), f"Hybrid: {int(bad.sum())} rows point outside the backup of {capacity}")
-        _, index = self.in_backup()
-        require(index.unique().numel() == index.numel(), "Hybrid: two rows share a row of the backup")
-        bad = (self.row_map != IN_ELL) & (self.ell.lengths != 0)
-        require(not bad.any(), f"Hybrid: {int(bad.sum())} rows are both in the ELL part and outside it")
 
     def require_complete(self) -> None:
         """Raises CapacityError while rows are spilled."""

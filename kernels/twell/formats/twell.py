@@ -13,20 +13,7 @@ from torch import Tensor
 
 from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import NARROW_COLUMNS
-from .layout import (
-    Entries,
-    check_matrix,
-    has_duplicates,
-    in_use,
-    left_align,
-    longest,
-    require,
-    require_floating,
-    require_one_device,
-    require_size,
-    require_tensors,
-    to_keep,
-)
+from .layout import Entries, check_matrix, in_use, left_align, longest, to_keep
 
 TILE, SLOTS = 256, 32
 
@@ -108,29 +95,6 @@ class TwELL:
     def to_dense(self) -> Tensor:
         """The matrix [M, N], exactly as it was packed (except that -0.0 becomes +0.0)."""
         return self.entries().dense(self.shape)
-
-    def validate(self) -> None:
-        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
-        require_tensors("TwELL", 2, counts=self.counts)
-        require_tensors("TwELL", 4, lanes=self.lanes)
-        require_one_device("TwELL", self.counts, self.lanes)
-        require_floating("TwELL: dtype", self.dtype)
-        require_size("TwELL: dense_width", self.dense_width, 0, NARROW_COLUMNS)
-        require_size("TwELL: tile", self.tile, 1)
-        rows, tiles = self.counts.shape
-        enough = tiles == -(-self.dense_width // self.tile)
-        require(enough, f"TwELL: {tiles} tiles of {self.tile} do not make a row of {self.dense_width}")
-        shape = (rows, tiles, self.slots, 1 + self.dtype.itemsize // 2)
-        require(self.lanes.shape == shape, f"TwELL: lanes must be {list(shape)}, got {list(self.lanes.shape)}")
-        require(self.lanes.dtype == torch.uint16, f"TwELL: lanes must be uint16, got {self.lanes.dtype}")
-        require(self.counts.dtype == torch.int32, f"TwELL: counts must be int32, got {self.counts.dtype}")
-        bad = (self.counts < 0) | (self.counts > self.slots)
-        require(not bad.any(), f"TwELL: {int(bad.sum())} counts are outside 0..{self.slots}")
-        used, columns = in_use(self.counts, self.slots), self.lanes[..., 0].long()
-        starts = (torch.arange(tiles, device=columns.device) * self.tile).unsqueeze(-1)
-        bad = used & ((columns < starts) | (columns >= (starts + self.tile).clamp(max=self.dense_width)))
-        require(not bad.any(), f"TwELL: {int(bad.sum())} columns are outside their tile")
-        require(not has_duplicates(columns, used), "TwELL: a row uses a column twice")
 
 
 def _into_tiles(dense_MN: Tensor, tile: int) -> Tensor:

@@ -18,52 +18,43 @@ from . import dense_backup
 from .dense_backup import DenseBackup
 from .saved_csr import SavedCSR
 
-
-class FewTokens(NamedTuple):
-    """Another forward, without statistics and for inference, for as few tokens as it takes.
-
-    takes(tokens, hidden) -> whether it is made for these sizes.
-    forward(x, weights, squared=) -> y.
-    """
-
-    takes: Callable[[int, int], bool]
-    forward: Callable[..., Tensor]
+MAX_HIDDEN = 8192
+MAX_INTERMEDIATE = 65536  # a column has 16 bits
 
 
 class Kernels(NamedTuple):
-    """The three calls, one for few tokens and one for screened neurons if there are any. weights: contiguous and
-    aligned.
+    """The calls. x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous and aligned.
 
-    gate_pack(x, weights, stats=) -> the packed gate. Its `counts`, int32 [M, tiles]: a row that is zeroed before
-        `gated_down` is an empty one. Its `overflow`, int64 scalar, if `stats`. Also with cold=, if the backend can
-        leave neurons out, and with screen=, what `screen` returned.
-    gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
-        `stats`). out: contiguous [M, K], which becomes y; None: a new one.
-    backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
+    gate_pack(x, weights, stats=) -> the packed gate g = relu(x gate^T); without a gate relu(x up^T). Its `counts`,
+        int32 [M, tiles]: a row that is zeroed before `gated_down` is an empty one. Its `overflow`, int64 scalar, if
+        `stats`. Also with cold=, if the backend can leave neurons out, and with screen=, what `screen` returned.
+    gated_down(packed, x, weights, stats=, save=, squared=, out=) -> (y, (nonzeros int32 [M], sums of |h| float32 [M],
+        fired bool [N]) if `stats`). y = (g * (x up^T)) down [M, K]; without a gate g down. To be called once for each
+        packed g, with the weights it was made with. save: filled with what the backward needs. out: contiguous, becomes
+        y; None: a new one.
+    backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients, from y's, bfloat16 [M, K], and from that of the
+        mean over tokens of sum |h|, scalar or None. Where entries are missing (more than the capacity, or of a token
+        whose x or dy is not finite), all that they could have reached becomes NaN.
+    takes_few(tokens, hidden) -> whether `few` is made for these sizes.
+    few(x, weights, squared=) -> y, of inference without statistics.
     screen(x, weights, count) -> what `gate_pack` needs to screen the last `count` neurons of a gated block; None if
-        that does not pay.
+        that does not pay. Omitted if the backend screens none.
 
-    squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
+    squared: g^2 in place of g: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
 
     gate_pack: Callable[..., Any]
     gated_down: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., Gradients]
-    few: FewTokens | None = None
+    takes_few: Callable[[int, int], bool]
+    few: Callable[..., Tensor]
     screen: Callable[[Tensor, Weights, int], Any] | None = None
 
 
-class Functions(NamedTuple):
-    """Four fields of an `interface.Backend`."""
-
-    forward: Callable[..., Forward]
-    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
-    saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
-    reads_saved_only: Callable[[Sequence[Tensor]], bool]
-
-
-def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
-    """What a backend of these kernels consists of. load: gives them when they are used; steps: the backend's own."""
+def forward_and_backward(
+    load: Callable[[], Kernels], steps: HotSteps
+) -> tuple[Callable[..., Forward], Callable[..., Gradients]]:
+    """Those of a backend of these kernels. load: gives them when they are used; steps: the backend's own."""
 
     def forward(x: Tensor, weights: Weights, options: Options, cold: Cold | None = None) -> Forward:
         stats, training, squared = options.stats, options.training, options.activation == RELU2
@@ -74,8 +65,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         with on_device_of(x):
             weights = _in_memory(weights)
             alone = not (stats or training)
-            if alone and cold is None and kernels.few is not None and kernels.few.takes(*x.shape):
-                return Forward(kernels.few.forward(x, weights, squared=squared))
+            if alone and cold is None and kernels.takes_few(*x.shape):
+                return Forward(kernels.few(x, weights, squared=squared))
             left = {} if cold is None else {"cold": cold}
             if alone:
                 y_MK = x.new_empty(x.shape)
@@ -109,8 +100,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         activation: str,
     ) -> Gradients:
         if x.shape[0] == 0:
-            inputs = zip((x, *weights[:3]), needs, strict=True)
-            return Gradients(*(torch.zeros_like(t) if t is not None and needed else None for t, needed in inputs))
+            return Gradients(*(None if t is None else t.zero_() for t in Gradients.empty(x, weights, needs)))
         with on_device_of(x):
             weights = _in_memory(weights)
             csr, backup = _parts(saved)
@@ -119,14 +109,18 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
                 dense_backup.add_gradients(gradients, backup, dy, dl1, x, weights, steps, activation)
             return gradients
 
-    def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
-        csr = SavedCSR.empty(x, weights, options)
-        return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
+    return forward, backward
 
-    def reads_saved_only(saved: Sequence[Tensor]) -> bool:
-        return _parts(saved)[1] is None
 
-    return Functions(forward, backward, saved_like, reads_saved_only)
+def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
+    """`Backend.saved_like`."""
+    csr = SavedCSR.empty(x, weights, options)
+    return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
+
+
+def reads_saved_only(saved: Sequence[Tensor]) -> bool:
+    """`Backend.reads_saved_only`."""
+    return _parts(saved)[1] is None
 
 
 def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
@@ -135,14 +129,14 @@ def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
     return SavedCSR(*saved[:count]), DenseBackup(*saved[count:]) if len(saved) > count else None
 
 
-def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate: int) -> str | None:
-    """Why the kernels cannot take a block of this dtype and these sizes, or None: `supports` of a backend."""
+def misfit(request: Request, hidden_step: int) -> str | None:
+    """`Backend.supports`. hidden_step: what the hidden size must be a multiple of."""
     if request.dtype != torch.bfloat16:
         return f"it computes in bfloat16 only, not in {request.dtype}: cast the model, or use torch.autocast"
-    if request.hidden % hidden_step or request.hidden > max_hidden:
-        return f"the hidden size must be a multiple of {hidden_step} up to {max_hidden}, this is {request.hidden}"
-    if request.intermediate > max_intermediate:
-        return f"the intermediate size must be at most {max_intermediate}, this is {request.intermediate}"
+    if request.hidden % hidden_step or request.hidden > MAX_HIDDEN:
+        return f"the hidden size must be a multiple of {hidden_step} up to {MAX_HIDDEN}, this is {request.hidden}"
+    if request.intermediate > MAX_INTERMEDIATE:
+        return f"the intermediate size must be at most {MAX_INTERMEDIATE}, this is {request.intermediate}"
     return None
 
 

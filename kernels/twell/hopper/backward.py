@@ -40,18 +40,12 @@ def backward(
     *,
     squared: bool = False,
 ) -> Gradients:
-    """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
-
-    x, weights: bfloat16, as in the forward, the weights contiguous. Where entries are missing (more than the capacity,
-    or of a token whose x or dy is not finite), all that they could have reached becomes NaN. squared: the activation is
-    relu(z)^2; what is saved is relu(z) all the same.
-    """
+    """`backward` of `adapter.Kernels`."""
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
     stream, gated, sm_count = driver.stream(device), weights.gate is not None, inference.sm_count(device)
     at = driver.address
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights[:3]), needs, strict=True)
-    gradients = Gradients(*(torch.empty_like(t) if t is not None and needed else None for t, needed in wanted))
+    gradients = Gradients.empty(x, weights, needs)
     scratch = _Scratch.empty(x, intermediate, len(saved.words), needs.weights)
     if needs.weights:
         _transpose(scratch, saved, tokens, intermediate, stream)

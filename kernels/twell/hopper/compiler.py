@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _DIGEST = 32  # bytes of SHA-256, after the cubin in its file
 
 
@@ -40,8 +41,10 @@ def cubin(name: str, macros: tuple[tuple[str, int], ...]) -> bytes:
 
     Raises CompileError with NVRTC's log, ImportError where cuda-bindings or NVRTC is not installed.
     """
-    sources = _sources(name, dict(macros))
-    key = hashlib.sha256(repr((sources, macros, ARCHITECTURE, nvrtc_version())).encode()).hexdigest()
+    from cuda.bindings import nvrtc
+
+    sources, version = _sources(name, dict(macros)), tuple(_checked(nvrtc.nvrtcVersion()))
+    key = hashlib.sha256(repr((sources, macros, ARCHITECTURE, version)).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):
         content = path.read_bytes()
@@ -84,36 +87,22 @@ def compile_source(name: str, macros: Mapping[str, int]) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-@functools.cache
-def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's version, major and minor."""
-    from cuda.bindings import nvrtc
-
-    return tuple(_checked(nvrtc.nvrtcVersion()))
-
-
 def _sources(name: str, macros: Mapping[str, int]) -> list[tuple[str, str]]:
     """The file itself and all that it includes, as (name, text)."""
-    sources = {}
+    sources: dict[str, str] = {}
     wanted = [f"{name}.cu"]
     while wanted:
         file = wanted.pop(0)
         if file not in sources:
-            sources[file] = _text_of(file, name, macros)
+            match file:
+                case "wgmma.cuh":
+                    sources[file] = _wgmma(macros["TILE"], int8=bool(macros.get("SCREEN")))
+                case "params_check.cuh":
+                    sources[file] = params.checks(name)
+                case _:
+                    sources[file] = (_SOURCES / file).read_text(encoding="utf8")
             wanted += _INCLUDE.findall(sources[file])
     return list(sources.items())
-
-
-def _text_of(file: str, name: str, macros: Mapping[str, int]) -> str:
-    match file:
-        case "wgmma.cuh":
-            return _wgmma(macros["TILE"], int8=bool(macros.get("SCREEN")))
-        case "params_check.cuh":
-            return params.checks(name)
-    return (_SOURCES / file).read_text(encoding="utf8")
-
-
-_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 def _wgmma(columns: int, *, int8: bool) -> str:

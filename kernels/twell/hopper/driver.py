@@ -186,13 +186,8 @@ def address(tensor: torch.Tensor | None) -> int:
 def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
     """A TMA descriptor for boxes of `box_rows` x 64 of a bfloat16 matrix, 128-byte swizzle, zeros outside."""
     key = "tensor_map", address, rows, columns, row_bytes, box_rows
-    if (found := LAUNCHES.get(key)) is None:
-        found = _tensor_map(address, rows, columns, row_bytes, box_rows)
-        LAUNCHES.put(key, found)
-    return found
-
-
-def _tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
+    if (known := LAUNCHES.get(key)) is not None:
+        return known
     from cuda.bindings import driver
 
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t
@@ -212,4 +207,6 @@ def _tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
     )
-    return ctypes.string_at(made.getPtr(), 128)
+    found = ctypes.string_at(made.getPtr(), 128)
+    LAUNCHES.put(key, found)
+    return found

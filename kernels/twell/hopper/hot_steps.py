@@ -17,7 +17,7 @@ _ROW_WARPS, _PADDING = 16, 256
 _Matrices = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
 
 
-def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
+def gather(neurons: Tensor, weights: Weights, with_cold: bool) -> HotRows:
     """`hot_split.gather` in one launch, and with the other neurons if `with_cold`.
 
     weights: bfloat16 [N, K], K a multiple of 64; copied row by row where they are in memory as the kernels read them.
@@ -25,7 +25,7 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
     """
     matrices = weights.gate, weights.up, weights.down
     if not _are_in_place(matrices):
-        return hot_split.gather(weights, neurons, with_cold)
+        return hot_split.gather(neurons, weights, with_cold)
     up = weights.up
     (intermediate, hidden), count, gates = up.shape, neurons.shape[0], 0 if weights.gate is None else 1
     rows = HotRows(up.new_empty(((gates + 1) * count, hidden)), up.new_empty((count, hidden)))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Cold, Weights
 from ..launch_cache import LAUNCHES
@@ -21,7 +20,6 @@ from . import driver
 from .params import GatedDownParams, GatePackParams
 from .screen import Rows, Screen, quantised
 
-MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
 ROWS, CLUSTER = 128, 2  # as in product.cuh: of a tile, and CTAs
 _WARPS = 12
 
@@ -131,14 +129,6 @@ class PackedGate:
         at = self.layout
         return self._block[at.counts : at.link].view(at.tokens, at.tiles)
 
-    def to_twell(self) -> TwELL:
-        """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
-        tiling, counts = self.layout.tiling, self.counts
-        if overflow := int((counts > tiling.slots).sum()):
-            raise ValueError(f"{overflow} tiles have more than {tiling.slots} non-zeros and are stored elsewhere")
-        lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
-        return TwELL(lanes, counts, self.layout.intermediate, tiling.tile, torch.bfloat16)
-
 
 def gate_pack(
     x: Tensor,
@@ -149,12 +139,8 @@ def gate_pack(
     cold: Cold | None = None,
     screen: Screen | None = None,
 ) -> PackedGate:
-    """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
-
-    x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536. stats: make room for the
-    count of overflowing tiles. cold: the neurons to compute, if not all. screen: the neurons that are only marked where
-    they may fire.
-    """
+    """`gate_pack` of `adapter.Kernels`. cold: the neurons to compute, if not all; screen: those that are only marked
+    where they may fire."""
     (tokens, hidden), device = x.shape, x.device
     x, w = in_rows(x), in_rows(weights.pattern if cold is None else cold.rows)
     tiling = tiling if screen is None else WIDE
@@ -235,19 +221,13 @@ def gated_down(
     stats: bool = False,
     save: SavedCSR | None = None,
     squared: bool = False,
-    parts: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up). squared: g^2 in place of g.
-
-    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
-    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
-    """
+    """`gated_down` of `adapter.Kernels`."""
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     kind = weights.gate is not None, squared, stats, save is not None, weights.l1 is not None, packed.screened
     switches = Switches(*kind)
-    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, switches)
+    plan = _down_plan(tokens, hidden, device.index, layout.tiling, switches)
     x = in_rows(x)
     y = x.new_empty(x.shape) if out is None else out
     counts, counts_at = None, _NOWHERE
@@ -317,7 +297,7 @@ class PreparedForward(driver.PreparedPair):
         super().__init__(index, 4 * layout.size)
         at = x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr(), driver.address(weights.gate)
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr())
-        plan = _down_plan(tokens, hidden, index, layout.tiling, None, Switches(weights.gate is not None, squared))
+        plan = _down_plan(tokens, hidden, index, layout.tiling, Switches(weights.gate is not None, squared))
         self._down = plan, layout, at
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
@@ -331,11 +311,11 @@ class PreparedForward(driver.PreparedPair):
 
 @functools.lru_cache(maxsize=4096)
 def _down_plan(
-    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, switches: Switches
+    tokens: int, hidden: int, device_index: int, tiling: Tiling, switches: Switches
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = sm_count(device_index)
-    parts = parts or parts_for(tokens, hidden, count)
+    parts = parts_for(tokens, hidden, count)
     kernel = gated_down_kernel(device_index, hidden, tiling, parts, switches)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 

@@ -1,8 +1,5 @@
-"""The backward through sparse activations in Triton, from what `inference.gated_down` saved of the forward.
-
-Three steps: the saved entries are ordered by neuron; one pass over tokens makes dx, and du, dg and h of every entry;
-one pass over neurons makes the weights' gradients. All deterministic. Shapes: M tokens, K hidden, N intermediate.
-"""
+"""The backward through sparse activations in Triton, from what `inference.gated_down` saved of the forward: the three
+steps of `hopper/backward.py`, as deterministic."""
 
 from dataclasses import dataclass
 
@@ -48,20 +45,9 @@ def backward(
     *,
     squared: bool = False,
 ) -> Gradients:
-    """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
-
-    x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous, as in the forward. Where entries are missing (more
-    than the capacity, or of a token whose x or dy is not finite), all that they could have reached becomes NaN.
-    squared: the activation is relu(z)^2; what is saved is relu(z) all the same.
-    """
+    """`backward` of `adapter.Kernels`."""
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights[:3]), needs, strict=True)
-    gradients = Gradients(
-        *(
-            torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and needed else None
-            for t, needed in wanted
-        )
-    )
+    gradients = Gradients.empty(x, weights, needs)
     sm_count = device(x.device).sm_count
     saved = saved._replace(state=saved.state.clone())  # set where some token's dy is not finite
     by_neuron = transpose(saved, len(x), len(weights.up)) if needs.weights else None
@@ -93,7 +79,24 @@ def backward(
         num_stages=1,
     )
     if by_neuron is not None:
-        _weight_gradients(x, dy, records, by_neuron, saved, gradients)
+        how = weight_config(x.shape[1])
+        weight_gradients_kernel[(len(weights.up) * -(-x.shape[1] // how.slice_),)](
+            x,
+            dy,
+            records,
+            by_neuron,
+            saved.state,
+            gradients,
+            x.stride(0),
+            dy.stride(0),
+            len(weights.up),
+            K=x.shape[1],
+            SLICE=how.slice_,
+            AHEAD=how.ahead,
+            INTERPRET=INTERPRET,
+            num_warps=how.warps,
+            num_stages=1,
+        )
     return gradients
 
 
@@ -112,32 +115,3 @@ def transpose(saved: SavedCSR, tokens: int, intermediate: int) -> ByNeuron:
     )
     order_kernel[(1,)](by_neuron, intermediate, FREQUENT=_FREQUENT, COLUMNS=2048, num_warps=8)
     return by_neuron
-
-
-def _weight_gradients(
-    x: Tensor,
-    dy: Tensor,
-    records: Tensor | None,
-    by_neuron: ByNeuron,
-    saved: SavedCSR,
-    gradients: Gradients,
-) -> None:
-    hidden, intermediate = x.shape[1], len(by_neuron.order)
-    config = weight_config(hidden)
-    weight_gradients_kernel[(intermediate * -(-hidden // config.slice_),)](
-        x,
-        dy,
-        records,
-        by_neuron,
-        saved.state,
-        gradients,
-        x.stride(0),
-        dy.stride(0),
-        intermediate,
-        K=hidden,
-        SLICE=config.slice_,
-        AHEAD=config.ahead,
-        INTERPRET=INTERPRET,
-        num_warps=config.warps,
-        num_stages=1,
-    )

@@ -19,7 +19,6 @@ from .inference import INTERPRET
 from .launch import Launch, Prepared
 from .numbers import to_bits
 
-MAX_TOKENS = 64  # with more, dense products are faster (docs/log/2026-11-22.md)
 _SUM_BLOCK = 1024
 
 
@@ -46,11 +45,6 @@ def config_for(tokens: int, hidden: int) -> Config:
 def _part_of(hidden: int, most: int) -> int:
     """The largest power of two up to `most` that divides the hidden size, a multiple of 16."""
     return min(most, hidden & -hidden)
-
-
-def takes(tokens: int, hidden: int) -> bool:
-    """Whether these kernels are made for a block of this hidden size and so many tokens."""
-    return 0 < tokens <= MAX_TOKENS
 
 
 def forward(x: Tensor, weights: Weights, *, squared: bool) -> Tensor:

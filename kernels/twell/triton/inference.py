@@ -1,10 +1,7 @@
-"""The paper's inference plan in Triton: `gate_pack`, then `gated_down` (section 3 of the paper).
+"""The paper's inference plan in Triton: `gate_pack`, then `gated_down` (section 3 of the paper). As in
+`hopper/inference.py`, callers have checked dtypes and sizes, and made the tensors' device the current one.
 
-Shapes: M tokens, K hidden, N intermediate, T columns a tile, S slots a tile. Everything is bfloat16 with float32
-accumulation, on torch's current stream; nothing synchronises, and all memory comes from torch's allocator. The callers
-(`backends.triton`) have checked dtypes and sizes, and made the tensors' device the current one.
-
-Configurations come from tables, not from autotuning: that would time kernels in the middle of a CUDA graph.
+Shapes: M tokens, K hidden, N intermediate, T columns a tile, S slots a tile.
 """
 
 import functools
@@ -15,7 +12,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Weights
 from ..memory import in_rows
@@ -23,7 +19,6 @@ from .gate_pack import GatePack, gate_pack_kernel
 from .gated_down import GatedDown, Statistics, gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
 
-MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
 
@@ -102,11 +97,10 @@ def token_config(tokens: int, hidden: int, sm_count: int, *, backward: bool = Fa
 class PackedGate:
     """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it.
 
-    words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
-    counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
-    count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
-    timing. The rest is for `gated_down`, zeroed here: its queue counters, and `overflow`, int64 scalar, in which it
-    counts the overflowing tiles with statistics, and in training the rows that were not saved.
+    words, counts, spilled: as in `GatePack`; slots past the count are not written, and `spilled` is allocated in full,
+    so that no input can exceed it and where a value goes never depends on timing. The rest is for `gated_down`, zeroed
+    here: its queue counters, and `overflow`, in which it counts the overflowing tiles with statistics, and in training
+    the rows that were not saved.
     """
 
     words: Tensor
@@ -130,13 +124,6 @@ class PackedGate:
             config=config,
         )
 
-    def to_twell(self) -> TwELL:
-        """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
-        if overflow := int((self.counts > self.config.slots).sum()):
-            raise ValueError(f"{overflow} tiles have more than {self.config.slots} non-zeros and are stored elsewhere")
-        lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
-        return TwELL(lanes, self.counts, self.intermediate, self.config.tile, torch.bfloat16)
-
 
 def gate_pack(
     x: Tensor,
@@ -145,8 +132,7 @@ def gate_pack(
     *,
     stats: bool = True,
 ) -> PackedGate:
-    """relu(x gate^T) in TwELL; without a gate, relu(x up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16; weights:
-    bfloat16 [N, K], N at most 65,536. stats: makes no difference here."""
+    """`gate_pack` of `adapter.Kernels`; the count of overflowing tiles is there with and without `stats`."""
     intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.sm_count)
     x, w = in_rows(x), in_rows(weights.pattern)
@@ -163,24 +149,11 @@ def _gate_launch(packed: PackedGate, x: Tensor, w: Tensor) -> Launch:
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
         w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
+    outputs = packed.words, packed.counts, packed.spilled, packed.queue_counters, packed.overflow
     return Launch(
         gate_pack_kernel,
         (min(tiles, here.sm_count) if config.persistent else tiles,),
-        (
-            x_rows,
-            w_rows,
-            GatePack(
-                packed.words,
-                packed.counts,
-                packed.spilled,
-                packed.queue_counters,
-                packed.overflow,
-                x_stride=x.stride(0),
-                w_stride=w.stride(0),
-                M=tokens,
-                N=intermediate,
-            ),
-        ),
+        (x_rows, w_rows, GatePack(*outputs, x_stride=x.stride(0), w_stride=w.stride(0), M=tokens, N=intermediate)),
         {
             "HOW": config,
             "K": hidden,
@@ -201,17 +174,11 @@ def gated_down(
     stats: bool = False,
     save: SavedCSR | None = None,
     squared: bool = False,
-    config: TokenConfig | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up). squared: g^2 for g.
-
-    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
-    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. save: filled with what the backward needs. out: contiguous, becomes y.
-    """
+    """`gated_down` of `adapter.Kernels`."""
     (tokens, hidden), here = x.shape, device(x.device)
-    config = config or token_config(tokens, hidden, here.sm_count)
+    config = token_config(tokens, hidden, here.sm_count)
     x = in_rows(x)
     y = x.new_empty(x.shape) if out is None else out
     counts = None
@@ -219,7 +186,21 @@ def gated_down(
         fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
         counts = Statistics(x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), fired)
     if save is not None:
-        _reserve(packed, save)
+        tiles = packed.counts.shape[1]
+        padded = triton.next_power_of_2(tiles)
+        rows = max(1, min(64, 2048 // padded))
+        reserve_kernel[(-(-tokens // rows),)](
+            packed.counts,
+            save.rows,
+            save.state[:2].view(torch.int64),
+            packed.overflow,
+            save.room,
+            tokens,
+            TILES=tiles,
+            TILES_PADDED=padded,
+            ROWS=rows,
+            num_warps=4,
+        )
     _down_launch(packed, x, weights, y, config, squared, counts, save)()
     return y, counts
 
@@ -295,24 +276,6 @@ def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tupl
 def programs_for(config: TokenConfig, tokens: int, sm_count: int) -> int:
     """The number of programs of a pass over tokens."""
     return min(sm_count * config.programs, tokens) if config.chunk else tokens * config.parts
-
-
-def _reserve(packed: PackedGate, save: SavedCSR) -> None:
-    tokens, tiles = packed.counts.shape
-    padded = triton.next_power_of_2(tiles)
-    rows = max(1, min(64, 2048 // padded))
-    reserve_kernel[(-(-tokens // rows),)](
-        packed.counts,
-        save.rows,
-        save.state[:2].view(torch.int64),
-        packed.overflow,
-        save.room,
-        tokens,
-        TILES=tiles,
-        TILES_PADDED=padded,
-        ROWS=rows,
-        num_warps=4,
-    )
 
 
 @dataclass(frozen=True)

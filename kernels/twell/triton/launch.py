@@ -40,10 +40,6 @@ class Launch(NamedTuple):
         start = kernel[(*self.grid, 1, 1)[:3]]
         return lambda arguments, stream: functools.partial(start, *arguments, *constants, stream=stream)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return [a for a in _flat(self.arguments) if isinstance(a, Tensor)]
-
 
 def _flat(argument: object) -> Iterator[object]:
     """The parts of tuples within tuples."""
@@ -68,8 +64,8 @@ class Prepared:
         addresses = {0: _Address(None, 0)}  # of empty tensors
         addresses |= {t.data_ptr(): _Address(None, t.data_ptr()) for t in operands}
         addresses[result.data_ptr()] = _Address("result", 0)
-        for tensor in (tensor for launch in launches for tensor in launch.tensors()):
-            if tensor.data_ptr() not in addresses:
+        for tensor in _flat(tuple(launch.arguments for launch in launches)):
+            if isinstance(tensor, Tensor) and tensor.data_ptr() not in addresses:
                 addresses[tensor.data_ptr()] = _Address("workspace", self._size)
                 self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._launches = [(each.compiled(), _relocatable(each.arguments, addresses)) for each in launches]

@@ -62,12 +62,6 @@ def kept_count(fired: Tensor, multiple: int) -> int:
     return min(len(fired), max(1, -(-int(fired.sum()) // multiple)) * multiple)
 
 
-def first_neurons(weights: BlockWeights, count: int) -> BlockWeights:
-    """The weights of the first `count` neurons: slices, which share memory with the whole."""
-    gate, up, down = weights
-    return None if gate is None else gate[:count], up[:count], down[:, :count]
-
-
 @torch.no_grad()
 def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
