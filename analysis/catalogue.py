@@ -73,9 +73,9 @@ OVERVIEW: tuple[Spec, ...] = (
         "frontier", "Trained and timed", report.frontier,
         "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time and energy of "
         "the compiled forward, of the blocks (pruned: without silent neurons) and of a training step: of sparse models "
-        "over dense products of their own weights in the same run, of dense ones over the widest with ReLU. Then "
-        "cross-entropy over the least of dense models, ReLU or SiLU, at the same forward time (figure J); a win or "
-        "loss where that of held-out text is more than its interval.",
+        "over dense products of their own weights in the same run, of dense ones and other widths over the widest with "
+        "ReLU. Then cross-entropy over the least of dense models, ReLU or SiLU, at the same forward time (figure J); a "
+        "win or loss where that of held-out text is more than its interval.",
     ),
     Spec(
         "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,

@@ -35,8 +35,8 @@ MEANS = ["change", "train_change", *TIMES, "beyond", "train_beyond"]
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Left is faster, down better. Numbers: L1; neurons of dense models. Compiled, each layer dense or sparse as is "
-    "faster: sparse models over dense products of the same run, dense ones over the widest ReLU model. Seeds not "
-    "timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
+    "faster: sparse models over dense products of the same run, dense ones and other widths over the widest ReLU model. "
+    "Seeds not timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
 )
 def frontier(results: Results) -> Sketch:
     data = points(results)
@@ -54,8 +54,8 @@ def frontier(results: Results) -> Sketch:
     picture.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds))
     for line, size in zip(grid, sizes, strict=True):
         own = where(data, scale=size)
-        names = [f"{each.intermediate:,.0f}" if each.l1 == 0 else l1_label(each.l1) for each in own.itertuples()]
-        style.place_labels(line[0], own["time"], own["change"], names, [LOOKS[kind]["color"] for kind in own["kind"]])
+        colors = [LOOKS[kind]["color"] for kind in own["kind"]]
+        style.place_labels(line[0], own["time"], own["change"], _labels(own), colors)
     seeds = span(data["seeds"], "{:.0f}".format)
     return Sketch(picture, data, f"{', '.join(sizes)}; seeds of each: {seeds}.")
 
@@ -174,11 +174,18 @@ def _over(runs: pd.DataFrame, loss: str) -> np.ndarray:
     return np.where(runs["l1"] > 0, (runs[loss].to_numpy() / at_time - 1) * 100, np.nan)
 
 
+def _labels(size: pd.DataFrame) -> list[str]:
+    """Neurons of dense models; of sparse ones L1, and their neurons if the widest dense ReLU model has others."""
+    sparse, widest = size["l1"] > 0, where(size, kind=DENSE)["intermediate"].max()
+    neurons = size["intermediate"].map("{:,.0f}".format)
+    other_width = (", N = " + neurons).where(size["intermediate"] != widest, "")
+    return list(neurons.mask(sparse, size["l1"].map(l1_label) + other_width))
+
+
 def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
-    for kind, look in LOOKS.items():
-        line = where(data, kind=kind)
-        if line.empty:
-            continue
+    sparse_width = data["intermediate"].where(data["l1"] > 0, 0)  # a line joins dense widths, but L1 at one width
+    for (kind, _), line in data.groupby(["kind", sparse_width]):
+        look = LOOKS[kind]
         style.line_with_spread(
             axes, line[name], line["change"], line["change_low"], line["change_high"], label=kind, **look
         )

@@ -29,7 +29,7 @@ class HotSplit(NamedTuple):
 
 @torch.no_grad()
 def hot_neurons(x: Tensor, w_gate: Tensor) -> Tensor:
-    """The neurons to compute by dense products, int64 [H], sorted; none if nothing is saved.
+    """The neurons to compute by dense products, int64 [H], sorted, H a multiple of MULTIPLE; none if nothing is saved.
 
     x: [..., K], representative inputs of the block; w_gate: [N, K] (w_up of a non-gated block). Waits for the device.
     """

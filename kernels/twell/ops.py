@@ -27,7 +27,7 @@ from .checks import (
     under_autocast,
     wants_gradients,
 )
-from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
+from .interface import RELU, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
 from .memory import SCREENS_FROM, neuron_major
 from .plan import CAPACITY, Plan
@@ -357,19 +357,13 @@ def _computed(backend: str, operands: Operands, options: Options) -> Forward:
         hot, options = None, options._replace(leading=0)  # `_hot_of` cannot tell in a program for any number of tokens
     if options.leading:
         result = _prefix_split(backend, operands, options)
-    elif hot is not None and (split := _split_backend(backend, hot)) is not None:
-        result = hot_split.forward(split, x, operands.weights, hot, options)
+    elif hot is not None:
+        result = hot_split.forward(registry.get(backend), x, operands.weights, hot, options)
     else:
         result = registry.get(backend).forward(x, operands.weights, options)
     if options.stats and result.overflow is None:
         return result._replace(overflow=x.new_zeros((), dtype=torch.int64))
     return result
-
-
-def _split_backend(backend: str, hot: Tensor) -> Backend | None:
-    """The backend, if its hot neurons are to be computed by dense products."""
-    found = registry.get(backend)
-    return found if hot.shape[0] and found.sparse else None
 
 
 # The arguments of the operators are those of their schemas, in that order.
@@ -389,8 +383,8 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     operands, backend, options = Operands(*arguments[:6]), arguments[6], Options(*arguments[7:])
     x, hot = operands.x, operands.hot
     saved: Sequence[Tensor] = ()
-    if options.training and hot is not None and (split := _split_backend(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, operands.weights, hot, options)
+    if options.training and hot is not None:
+        saved = hot_split.saved_like(registry.get(backend), x, operands.weights, hot, options)
     elif options.training:
         saved = registry.get(backend).saved_like(x, operands.weights, options)
     return (x.new_empty(x.shape), *_stats_like(operands, options), list(saved))
@@ -448,8 +442,8 @@ def _backward(
         with torch.autocast(x.device.type, enabled=False):
             return _backward(dy, dl1, *arguments, count=count)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    if hot is not None and (split := _split_backend(backend, hot)) is not None:
-        found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
+    if hot is not None:
+        found = hot_split.backward(registry.get(backend), dy, dl1, x, weights, hot, saved, wanted, activation)
     else:
         found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted, activation)
     # Asked only now, so that the device has work while this waits for the forward.

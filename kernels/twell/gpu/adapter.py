@@ -1,5 +1,5 @@
-"""Makes a backend of the GPU kernels' three calls: `gate_pack`, `gated_down`, and a backward on the saved entries; in
-training, if asked for, with a dense backup beside them.
+"""The forward and backward of a backend of GPU kernels, made of their calls (`Kernels`); in training, if asked for,
+with a dense backup beside them.
 
 Shapes: M tokens, K hidden, N intermediate.
 """
@@ -23,7 +23,8 @@ MAX_INTERMEDIATE = 65536  # a column has 16 bits
 
 
 class Kernels(NamedTuple):
-    """The calls. x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous and aligned.
+    """The calls. x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous and aligned;
+    K and N as the backend's `misfit` allows.
 
     gate_pack(x, weights, stats=) -> the packed gate g = relu(x gate^T); without a gate relu(x up^T). Its `counts`,
         int32 [M, tiles]: a row that is zeroed before `gated_down` is an empty one. Its `overflow`, int64 scalar, if

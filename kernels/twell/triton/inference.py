@@ -132,7 +132,7 @@ def gate_pack(
     *,
     stats: bool = True,
 ) -> PackedGate:
-    """`gate_pack` of `adapter.Kernels`; the count of overflowing tiles is there with and without `stats`."""
+    """`gate_pack` of `adapter.Kernels`; `stats` makes no difference: there is always room for the overflow's count."""
     intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.sm_count)
     x, w = in_rows(x), in_rows(weights.pattern)
