@@ -35,8 +35,8 @@ MEANS = ["change", "train_change", *TIMES, "beyond", "train_beyond"]
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
     "Left is faster, down better. Numbers: L1; neurons of dense models. Compiled, each layer dense or sparse as is "
-    "faster: sparse models over dense products of the same run, dense ones and other widths over the widest ReLU model. "
-    "Seeds not timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
+    "faster: sparse models over dense products of the same run, dense ones and other widths over the widest ReLU "
+    "model. Seeds not timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
 )
 def frontier(results: Results) -> Sketch:
     data = points(results)
