@@ -148,8 +148,9 @@ def _blocks(_: Results, frames: Frames, __: Sequence[Claim]) -> str:
 def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     """The bullets below the first figure."""
     models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
-    block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
-    public = choose.where(paper.published_kernels(), mean_nnz=29, gated="yes").sort_values("tokens")
+    block = {name: _at(_block_table(frames[f"blocks_{name}"]), paper.ACTIVE) for name in ("forward", "training")}
+    tokens = {name: frames[f"blocks_{name}"]["tokens"].max() for name in block}
+    public = choose.where(paper.published_kernels(), mean_nnz=paper.ACTIVE, gated="yes").sort_values("tokens")
     theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
     counts = pd.Series([claim.verdict for claim in checked]).value_counts()
     total = sum(claim.verdict != INCONSISTENT for claim in checked)
@@ -158,21 +159,22 @@ def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     quality = within.sort_values("l1").iloc[-1]
     times = "{:.2f}".format
     share = "{:.0f}%".format
+    no_memory_saved = " (no memory saved)" if (whole["step_memory_pct"] > 0).all() else ""
     return "\n".join(
         [
-            f"* **One block**, the paper's 29 of 5,632 neurons active: forward **{times(block['forward'])}** times as "
-            f"fast, with gradients **{times(block['training'])}** (the authors' public kernels: "
-            f"{times(theirs['forward'])} and {times(theirs['training'])}).",
-            "* **Whole models** at the paper's nominal L1, some "
-            f"{render.significant(models['active'].mean(), 1)} active: "
+            f"* **One block**, the paper's {_active(paper.ACTIVE)} active: forward "
+            f"**{times(block['forward'])}** times as fast ({tokens['forward']:,} tokens), with gradients "
+            f"**{times(block['training'])}** ({tokens['training']:,}); the authors' public kernels "
+            f"{times(theirs['forward'])} and {times(theirs['training'])}.",
+            f"* **Whole models** at the paper's nominal L1, some {_active(models['active'].mean())} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
             f"{render.span(models['step_speed'], times)} times; whole trainings of "
             f"{', '.join(whole['model'].unique())}, dense at first, "
-            f"{render.span(whole['whole_speed'], times)} times.",
+            f"{render.span(whole['whole_speed'], times)} times{no_memory_saved}.",
             f"* **The paper's method**, every neuron sparse, both sides uncompiled: forward "
-            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
-            f"{render.span(_papers_speed(papers, 1e-4), times)}.",
+            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; at "
+            f"{_active(paper.ACTIVE)} active {render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at {quality['model'].upper()} parameters: {quality['active_pct']:.1f}% active at "
             f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
             _at_equal_time(frames["frontier"]),
@@ -182,19 +184,26 @@ def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     )
 
 
+def _active(neurons: float) -> str:
+    """Active neurons of the paper's blocks, in percent."""
+    return f"{neurons / paper.WIDTH * 100:.1f}%"
+
+
 def _at_equal_time(frontier: pd.DataFrame) -> str:
     """The best sparse model of each size against dense ones with fewer neurons."""
+    with_silu = set(choose.where(frontier, kind="dense, SiLU")["model"])
     compared = frontier.dropna(subset="beyond_dense_pct").sort_values("beyond_dense_pct").drop_duplicates("model")
     found = []
     for line in compared.sort_index().itertuples():  # small models first
         change = "a draw" if getattr(line, "verdict", "") == "draw" else render.signed(line.beyond_dense_pct, 1)
         seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(line.seeds, f"{line.seeds} seeds")
-        found.append(f"{line.model.upper()} {change} ({seeds})")
+        rivals = "" if line.model in with_silu else ", ReLU rivals only"
+        found.append(f"{line.model.upper()} {change} ({seeds}{rivals})")
     trained = compared["train_beyond_dense_pct"]
     on_training = "higher" if (trained > 0).all() else render.span(trained, lambda value: render.signed(value, 1))
     return (
-        "* **[Against smaller dense models](RESULTS.md#trained-and-timed)** of equal time, cross-entropy at best: "
-        f"{', '.join(found)}; on the training text {on_training}. Larger: open."
+        "* **[Against smaller dense models](RESULTS.md#trained-and-timed)** of equal time, cross-entropy at best "
+        f"({'; '.join(compared['kind'].unique())}): {', '.join(found)}; on the training text {on_training}."
     )
 
 

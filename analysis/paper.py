@@ -13,6 +13,7 @@ PUBLISHED_KERNELS_ON = "H200"  # the device of reference/published_kernels_h200.
 PLAN = "twell"  # how its kernels compute every block in inference
 TRAINING_PLAN = "hybrid"  # and in training
 WIDTH = 5632  # neurons of its blocks
+ACTIVE = 29  # of these, for a token, at its recommended L1
 BACKUP = 1 / 8  # of the tokens, in the dense backup of its training format
 
 

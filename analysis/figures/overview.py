@@ -26,9 +26,9 @@ MODELS = {"model_forward": "whole models: forward", "model_training": "whole mod
     "D",
     "figureD_overview",
     "the result at a glance: speed and quality against active neurons",
-    "Above, the speed of one block (lines) and of whole models (points) over dense. Below, the cross-entropy of a "
-    "small model, a point for each L1 value. Grey: L1 values at which larger models were timed; they are barely "
-    "trained, so their own quality is not shown.",
+    "Above, the speed of one block (lines) and of whole models of such blocks (points) over dense. Below, the "
+    "cross-entropy of a small model, a point for each L1 value. Grey: L1 values at which larger models were timed; "
+    "they are barely trained, so their own quality is not shown.",
 )
 def overview(results: Results) -> Sketch:
     speed, quality = blocks.fastest_on_synthetic(results), _quality(results)
@@ -39,7 +39,8 @@ def overview(results: Results) -> Sketch:
     }
     if lacking := [what for what, count in points.items() if count < FEWEST_POINTS]:
         raise NotMeasured(" and ".join(lacking), blocks.BENCH)
-    timed = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(MODELS))))
+    of_such_blocks = where(results.rows, op=tuple(MODELS), intermediate=tuple(speed["intermediate"].unique()))
+    timed = choose.main_device(choose.made_for_speed(of_such_blocks))
     models = pd.concat([fastest_forms(where(timed, op=op)) for op in MODELS], ignore_index=True)
     speed, models = (
         rows.assign(active=rows["mean_nnz"] / rows["intermediate"].astype("float64") * 100) for rows in (speed, models)
@@ -97,7 +98,8 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     axes.margins(y=0.15)
     axes.yaxis.set_major_locator(MultipleLocator(5))
     style.percent_axis(axes.yaxis)
-    style.reference_line(axes, choose.QUALITY_TOLERANCE * 100, "the paper's bound")
+    bound = choose.QUALITY_TOLERANCE * 100
+    style.reference_line(axes, bound, f"+{bound:g}%, the paper's bound")
     axes.set(title="Fewer active neurons: worse", xlabel="active neurons", ylabel="cross-entropy against no L1")
     axes.legend(loc="upper right")
 
