@@ -129,14 +129,15 @@ def test_the_headline_has_the_best_sparse_model_of_each_size():
         arm(loss, time, neurons, seed, **larger, model=f"large-ffn{neurons}", **kind)
         for seed in range(3)
         for loss, time, neurons, kind in (
-            (2.8, 20.0, 192, {}), (2.9, 10.0, 96, {}), (2.8 + 0.05 * seed, 15.0, 192, SPARSE)
+            (2.8, 20.0, 192, {}), (2.9, 10.0, 96, {}), (2.8 + 0.05 * seed, 15.0, 192, SPARSE),
+            (2.9, 20.0, 192, {"activation": "silu"}),
         )
     ]  # fmt: skip
     own = [arm(3.03, 8.0, 96, **SPARSE), arm(3.2, 9.0, 96, **SPARSE | {"l1": 3e-2})]
     line = markdown._at_equal_time(report.frontier(results(*DENSE, *own, *seeds)))
     assert line.endswith(
-        "cross-entropy at best: TINY −0.7% (one seed), LARGE a draw (three seeds); on the training text "
-        "−0.7% to 0.0%. Larger: open."
+        "cross-entropy at best (L1, hot neurons exempt): TINY −0.7% (one seed, ReLU rivals only), LARGE a draw "
+        "(three seeds); on the training text −0.7% to 0.0%."
     )
 
 
@@ -154,6 +155,16 @@ def test_each_size_has_its_own_frontier():
     sparse = data.set_index("kind").loc["L1, hot neurons exempt"]
     assert (sparse["time"], sparse["change"]) == (pytest.approx(75), pytest.approx(2.5))
     assert sparse["beyond"] == pytest.approx((2.87 / 2.85 - 1) * 100)
+
+
+def test_lines_join_sparse_models_of_one_width_and_the_others_tell_theirs():
+    sparse = [arm(3.03, 7.0, 96, **SPARSE), arm(3.05, 6.5, 96, **SPARSE | {"l1": 3e-2}), arm(3.01, 9.0, 192, **SPARSE)]
+    axes = frontier(results(*DENSE, *sparse)).figure.axes[0]
+    joined = [
+        len(bars.lines[0].get_xdata()) for bars in axes.containers if bars.get_label() == "L1, hot neurons exempt"
+    ]
+    assert sorted(joined) == [1, 2]
+    assert {text.get_text() for text in axes.texts} == {"48", "96", "1e-2", "3e-2", "1e-2, N = 192"}
 
 
 def test_hot_exempt_l1_stands_beside_the_dense_width_with_its_loss(monkeypatch):

@@ -85,7 +85,7 @@ def points(results: Results) -> pd.DataFrame:
     runs = pd.concat([_relative(alike) for _, alike in runs.groupby([*SHAPE, "seed"])], ignore_index=True)
     runs = runs.assign(scale=runs["model"].map(choose.scale))
     by = [*SIZE, "scale", "kind", *ARM, "intermediate"]
-    data = runs.groupby(by, as_index=False)[MEANS].mean()
+    data = runs.groupby(by, as_index=False)[MEANS].mean().astype(dict.fromkeys(MEANS, "float64"))
     data["seeds"] = runs.groupby(by)["seed"].nunique().to_numpy()
     for name in ("change", "beyond"):
         spread = stats.over_seeds(runs.assign(value=runs[name]), by)[[*by, "low", "high"]]
