@@ -9,8 +9,7 @@ runs/<study>, or runs/<study>.collected if the former does not exist.
 The criteria hold on every processor, although training amplifies the rounding in which processors differ
 (EVALUATION.md has how far): all rows are there, held-out cross-entropy within 2%, the mean non-zeros of a model within
 a factor, the same order of L1 values by non-zeros, and accuracies within 5 points. Speed, energy and memory depend on
-the machine: only their ratios to dense are compared, and only on the same GPU. A line that always holds says how many
-losses, counts and accuracies are equal to the last digit: on the same CPU with the same torch, all.
+the machine: only their ratios to dense are compared, and only on the same GPU.
 
 Exit codes: 0 if every criterion holds. 1 if not, or if nothing is committed for the study, or only models that were
 trained on another text. 2 for a wrong command or a damaged file.

@@ -32,8 +32,7 @@ python -m analysis.check             # compares again
 ```
 
 `make reproduce` ends with exit code 0 if everything ran; the comparison is information. `analysis.check` ends with 1 if
-a criterion does not hold; the criteria hold on every processor. One line counts the losses, counts and accuracies
-that are equal to the last digit: on the CPU of the committed rows, with the same version of torch, all.
+a criterion does not hold; the criteria hold on every processor.
 
 ## Committed rows, and how long a study takes
 
