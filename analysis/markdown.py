@@ -12,6 +12,7 @@ from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
 from analysis.claims.evidence import FAILS, HOLDS, INCONSISTENT
 from analysis.figures import Drawn
+from analysis.figures.frontier import SILU
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
 
@@ -191,7 +192,7 @@ def _active(neurons: float) -> str:
 
 def _at_equal_time(frontier: pd.DataFrame) -> str:
     """The best sparse model of each size against dense ones with fewer neurons."""
-    with_silu = set(choose.where(frontier, kind="dense, SiLU")["model"])
+    with_silu = set(choose.where(frontier, kind=SILU)["model"])
     compared = frontier.dropna(subset="beyond_dense_pct").sort_values("beyond_dense_pct").drop_duplicates("model")
     found = []
     for line in compared.sort_index().itertuples():  # small models first

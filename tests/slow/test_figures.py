@@ -599,14 +599,16 @@ def test_blocks_of_another_size_are_not_in_the_overview(blocks):
 
 
 def test_the_overview_has_whole_models_at_their_active_neurons(devices):
-    """And names the L1 values that several models have."""
+    """Those of such blocks alone. And names the L1 values that several models have."""
     first = devices.rows[devices.rows["device"] == "First GPU"]
     another = first[first["op"].eq("model_forward") & first["l1"].eq(2e-5)].assign(model="1b")
-    shown = figures.overview(replace(devices, rows=pd.concat([first, another], ignore_index=True)))
+    narrow = another.assign(model="56m", intermediate=2112)
+    shown = figures.overview(replace(devices, rows=pd.concat([first, another, narrow], ignore_index=True)))
     above, below = shown.figure.axes
     assert [text.get_text() for text in above.texts] == ["dense", "L1 2e-5"]
     models = shown.data.query("op == 'model_forward'").set_index(["model", "l1"])
     active = layer_nonzeros(PAPER, Run("x", 2e-5)).mean() / PAPER.intermediate * 100
+    assert set(models.index.get_level_values("model")) == {"1.5b", "1b"}
     for model in ("1.5b", "1b"):
         assert models.loc[(model, 2e-5), "active"] == pytest.approx(active)
         assert models.loc[(model, 2e-5), "ratio"] == pytest.approx(sparse_speed(PAPER, active / 100))
