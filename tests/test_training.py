@@ -203,19 +203,6 @@ def test_two_processes_train_as_one(make, arguments):
     train.main(again)  # is finished, for one process as for two
 
 
-@pytest.mark.slow
-def test_a_sharded_optimizer_changes_nothing(make, arguments):
-    """In two processes, stopped once and continued: bit-identical to an unsharded optimizer."""
-    options = ["sparsity.l1=1e-3", "execution.micro_batch=2", "training.steps=6", "run.checkpoint_every=3"]
-    sharded = [*options, "execution.shard_optimizer=true"]
-    run_two(arguments(*sharded, "run.max_steps=3", name="sharded"), code=1)
-    assert final(make(name="sharded")).step == 3
-    run_two(arguments(*sharded, name="sharded"))
-    run_two(arguments(*options, name="plain"))
-    one, other = make(*options, name="plain"), make(*sharded, name="sharded")
-    assert_same_end(one, other)
-
-
 # --- it stops and continues -------------------------------------------------------------------------------------------
 
 CONTINUED = (
@@ -428,7 +415,6 @@ def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(mak
     monkeypatch.setattr(Trainer, "_train_step", train_step)
     monkeypatch.setattr(Trainer, "_check_finite", check_finite)
     monkeypatch.setattr(trainer, "write_checkpoint", write_checkpoint)
-    monkeypatch.setattr(trainer, "consolidate_optimizer", lambda optimizer: time.sleep(0.7))
     options = ["training.steps=4", "run.checkpoint_every=1", "run.log_every=4", "run.evaluate_every=4"]
     config = make(*options, "run.keep_checkpoints=9")
     records = run(config)

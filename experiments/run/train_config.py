@@ -276,9 +276,6 @@ class ExecutionConfig:
     )
     compile: bool = option(False, "torch.compile every layer and the loss")
     activation_checkpointing: bool = option(False, "recompute each layer in the backward pass to save memory")
-    shard_optimizer: bool = option(
-        False, "deal AdamW's moments (8 bytes a parameter) out to the processes; checkpoints and results stay the same"
-    )
     sparse: SparseConfig = section(SparseConfig, "how the feed-forward blocks are computed, dense or sparse")
 
 

@@ -5,10 +5,8 @@ Steps are counted from 0 here: step 0 is the first update.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +15,15 @@ from experiments.run.errors import CheckpointError
 from experiments.run.train_config import OptimizerConfig, SparsityConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
-    """Fused AdamW. Weight decay applies to matrices (including the embedding), not to norms.
-
-    `sharded`: each process of the group stores and updates the moments of its share of the parameters.
-    """
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Fused AdamW. Weight decay applies to matrices (including the embedding), not to norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
-    if sharded:
-        # Imported here because the import compiles TorchScript, which takes a second and warns.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
-    return torch.optim.AdamW(groups, **options)
-
-
-def consolidate_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Collect a sharded optimizer's state in the first process. All processes call this before `optimizer_tensors`."""
-    if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
-        consolidate(to=0)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -102,10 +85,4 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         like = torch.empty_like(parameters[name], device="cpu")
         state[number] = {key: torch.empty_like(like).copy_(tensors[f"{name}/{key}"]) for key in MOMENTS}
         state[number][STEPS] = tensors[f"{name}/{STEPS}"]
-    # The groups of a state dict. A sharded optimizer has them only where its state was gathered.
-    numbers = itertools.count()
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    if hasattr(optimizer, "consolidate_state_dict"):  # sharded
-        for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
-            own["step"] = own["step"].to(parameter.device)  # loading leaves it on the host, which fused AdamW rejects
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -41,7 +41,6 @@ from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, firing_rates, total_loss
 from experiments.training.optimizer import (
     build_optimizer,
-    consolidate_optimizer,
     l1_coefficient,
     learning_rate,
     load_optimizer_tensors,
@@ -80,8 +79,7 @@ class Trainer:
         random_state.seed_all(config.training.seed)
         self._build_model()
         self.plans = build_plans(config, self.blocks, group)
-        sharded = config.execution.shard_optimizer and group.count > 1
-        self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
         self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
         exempt, strength, std = config.sparsity.exempt, config.sparsity.reinit_strength, config.sparsity.reinit_std
         self.reinitialiser: Reinitialiser | None = None
@@ -345,7 +343,6 @@ class Trainer:
         self._check_finite()
         states = self.group.all_gather(random_state.capture())
         capacities = self.group.all_gather(self.plans.capacities)
-        consolidate_optimizer(self.optimizer)
         if not self.group.first:
             return
         state = {

@@ -124,8 +124,8 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(start, arguments):
-    """Sparse layers with too little capacity, DDP with NCCL, and a sharded optimizer."""
-    options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1", "execution.shard_optimizer=true")
+    """Sparse layers with too little capacity, and DDP with NCCL."""
+    options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1")
     config, one = start(*options, name="one")
     run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"), fork=False)
     two = metrics.read_metrics(config.run.folder.parent / "two")
