@@ -302,7 +302,7 @@ def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared,
         else:
             _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
             inference._down_plan(tokens, hidden, 0, layout.tiling, switches)
-    hot_steps.hidden_kernel(0, squared)
+    hot_steps.hidden_kernel(0, request.activation)
     if screened:
         p = make_problem(SCREENS_FROM, hidden, 776, 8, dtype=torch.bfloat16)
         weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
@@ -311,12 +311,13 @@ def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared,
     assert set(Recorded.made) == ahead
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
 def test_hidden_of_hot_neurons_is_one_launch(launched, activation):
     x, inner = torch.ones(9000, 64).bfloat16(), torch.ones(2 * 136, 64).bfloat16()
     h = hot_steps.hidden(x, inner[:136], inner[136:], activation)
     ((name, macros, grid, _, *given),) = launched
-    assert (name, macros["SQUARED"], grid) == ("hot_hidden", int(activation == "relu2"), 132)
+    assert (name, grid) == ("hot_hidden", 132)
+    assert [macros["SQUARED"], macros["SILU"]] == [activation == "relu2", activation == "silu"]
     assert tuple(given) == (
         (x.data_ptr(), 9000, 64, 128, 128),
         (inner.data_ptr(), 136, 64, 128, 128),

@@ -162,8 +162,8 @@ def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Seque
     """Checked candidates for the forward of the decoder: the hidden states of some sequences are compared with float32.
 
     Args:
-        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. A model with SiLU has
-            no blocks of this package's own. FP8 may be off by `fp8.TOLERANCE`.
+        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. FP8 may be off by
+            `fp8.TOLERANCE`.
 
     Raises:
         CheckFailed: when they are off by more than rounding.
@@ -187,8 +187,7 @@ def decoder_alternatives(decoder: Decoder, dense: Sequence[str], backends: Seque
             return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
         return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
 
-    exact = [name for name in dense if name != FP8 and (decoder.sparse or name != OWN_DENSE)]
-    found = [alternative(name, "dense", *DENSE_FORMS[name]) for name in exact]
+    found = [alternative(name, "dense", *DENSE_FORMS[name]) for name in dense if name != FP8]
     if FP8 in dense:
         misfit = fp8.misfit(_without_tokens(decoder.blocks[0]))
         found.append(alternative(FP8, FP8, *DENSE_FORMS[FP8], misfit, fp8.TOLERANCE))

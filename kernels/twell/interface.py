@@ -14,6 +14,7 @@ from .capacity import EntryCount
 
 RELU, RELU2 = "relu", "relu2"
 ACTIVATIONS = (RELU, RELU2)
+SILU = "silu"  # of dense rivals: no neuron of theirs is inactive
 
 
 def check_activation(activation: str) -> None:

@@ -1,10 +1,13 @@
 """Inference by dense products: the activation in one kernel, with the roundings of plain torch."""
 
+import copy
+
 import pytest
 import torch
 from calls import run_ffn
 from torch.nn import functional as F
 
+from experiments.models.llama import SiluFeedForward
 from twell import sparse_ffn
 from twell.backends import hopper
 from twell.hopper import hot_steps
@@ -47,6 +50,32 @@ def test_in_a_graph_and_on_a_side_stream():
     p.x.mul_(-0.5)
     graph.replay()
     assert torch.equal(y, plain_ffn(*p)[0])
+
+
+@pytest.mark.usefixtures("needs_hopper")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_silu_of_many_tokens_takes_h_from_one_kernel(monkeypatch, compiled):
+    taken = []
+
+    def h_at_once(*operands):
+        taken.append(hot_steps.hidden(*operands))
+        return taken[-1]
+
+    monkeypatch.setattr(hopper, "h_at_once", h_at_once)
+    torch.manual_seed(0)
+    block = SiluFeedForward(256, 1000, gated=True).cuda().bfloat16()
+    block.keep_stats = False
+    x = 6 * torch.randn(2, 4100, 256, device="cuda").bfloat16()
+    x[0, 0] *= 1e4  # gates of which exp is 0 or Inf
+    wide = copy.deepcopy(block).double()
+    with torch.no_grad():
+        expected = wide.down_proj(F.silu(wide.gate_proj(x.double())) * wide.up_proj(x.double()))
+        y = (torch.compile(block) if compiled else block)(x)
+    assert len(taken) == 1
+    assert relative_error(y[0, 0], expected[0, 0]) < 2**-7
+    assert relative_error(y.flatten(0, 1)[1:], expected.flatten(0, 1)[1:]) < 2**-7
+    block(x).sum().backward()
+    assert len(taken) == 1, "training keeps what the backward needs"
 
 
 @pytest.mark.usefixtures("needs_hopper")

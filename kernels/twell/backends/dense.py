@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .. import registry
 from ..hot_split import before_activation, hidden_of
-from ..interface import RELU, RELU2, Backend, Forward, Gradients, Needs, Options, Weights
+from ..interface import RELU2, Backend, Forward, Gradients, Needs, Options, Weights
 from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
@@ -48,7 +48,7 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
     """y alone, of x of any shape [..., K]. On Hopper h comes from one kernel where there are many tokens; on a GPU that
     Triton can use, the activation is one kernel, as torch.compile would make it."""
     if w_gate_NK is not None and x_MK.is_cuda and makes_h_at_once(x_MK, w_gate_NK, w_up_NK, activation):
-        h_MN = _h_at_once(x_MK, w_gate_NK, w_up_NK)
+        h_MN = h_at_once(x_MK, w_gate_NK, w_up_NK, activation)
         if h_MN is not None:
             return F.linear(h_MN, w_down_KN)
     if w_gate_NK is None:
@@ -64,7 +64,7 @@ def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, act
     """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
     bfloat16 on Hopper. A CUDA graph that is captured has it if a call came before: no kernel can be loaded then. That
     kernel does not round relu's square, which it leaves to others."""
-    if w_gate_NK is None or activation != RELU or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
+    if w_gate_NK is None or activation == RELU2 or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
         return False
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
         return False
@@ -75,13 +75,14 @@ def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, act
     return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
 
 
-def _h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor) -> Tensor | None:
-    """h with both products and relu in one Hopper kernel; None for a layout that it cannot read."""
+def h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, activation: str) -> Tensor | None:
+    """h with both products and the activation (relu or silu) in one Hopper kernel, where `makes_h_at_once`; None for a
+    layout that it cannot read."""
     if not (is_in_rows(w_gate_NK) and is_in_rows(w_up_NK)):
         return None
-    from .hopper import h_at_once
+    from . import hopper
 
-    h_MN = h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, RELU)
+    h_MN = hopper.h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, activation)
     if h_MN is None:
         return None
     LAUNCHES.put((_H_AT_ONCE, x_MK.device), True)

@@ -1,5 +1,6 @@
 // Dense neurons in inference: h = relu(x gate^T) * (x up^T), without a pass over the products.            sm_90a, bfloat16
-// SQUARED: relu(x gate^T)^2 * (x up^T). Rounded as by dense products and hot_forward: g, u, then h.
+// SQUARED: relu(x gate^T)^2 * (x up^T). SILU: silu(x gate^T) * (x up^T), a dense rival. Rounded as by dense products and
+// hot_forward: g (before silu), u, then h.
 //
 //   x: (M, K), gate and up: (H, K), all K-contiguous     h: (M, H), H a multiple of 8
 //
@@ -21,11 +22,16 @@ struct Params {
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
-__device__ __forceinline__ float activated(float g) { return SQUARED ? g * g : g; }
+// Of a gate's value, after ReLU but for SILU.
+__device__ __forceinline__ float activated(float g) {
+  if constexpr (SILU) return __fdividef(g, 1 + __expf(-g));
+  return SQUARED ? g * g : g;
+}
 
 // h of two neighbouring neurons, from the gate's accumulators i and i + 1.
 __device__ __forceinline__ u32 hidden(const float (&d)[TILE / 2], int i) {
-  const u32 g = to_relu_halves(d[i], d[i + 1]), u = to_halves(d[i + TILE / 4], d[i + TILE / 4 + 1]);
+  const u32 g = SILU ? to_halves(d[i], d[i + 1]) : to_relu_halves(d[i], d[i + 1]);
+  const u32 u = to_halves(d[i + TILE / 4], d[i + TILE / 4 + 1]);
   return to_halves(activated(low_half(g)) * low_half(u), activated(high_half(g)) * high_half(u));
 }
 

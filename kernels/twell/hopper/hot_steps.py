@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import hot_split
-from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
+from ..interface import RELU2, SILU, Cold, Forward, Gradients, HotRows, Weights
 from ..memory import H_AT_ONCE, in_rows, is_aligned
 from . import driver, inference
 from .inference import CLUSTER, ROWS
@@ -127,8 +127,8 @@ def activate(
 
 
 def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
-    """h [M, H] = relu(x gate^T) * (x up^T) in one launch, with relu2 relu(x gate^T)^2 * (x up^T); None with few tokens
-    or an H that is no multiple of 8.
+    """h [M, H] = a(x gate^T) * (x up^T) in one launch, where a is relu, relu2 (its square) or silu; None with few
+    tokens or an H that is no multiple of 8.
 
     x: bfloat16 [M, K]; gate, up: [H, K], K a multiple of 64.
     """
@@ -145,7 +145,7 @@ def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | Non
         H=count,
         K=x.shape[1],
     )
-    launched = hidden_kernel(index, activation == RELU2)
+    launched = hidden_kernel(index, activation)
     launched.prepare(inference.product_grid(index), driver.stream(index), parameters)()
     return h
 
@@ -155,17 +155,18 @@ def _tensor_map(matrix: Tensor, box_rows: int) -> bytes:
     return driver.tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0) * 2, box_rows)
 
 
-def hidden_macros(squared: bool) -> dict[str, int]:
+def hidden_macros(activation: str) -> dict[str, int]:
     """How `hot_hidden` is compiled. A tile has as many columns of the gate as of up."""
     tile, stages = 256, 4
     # The ring of operands, the finished tile, the barriers, and room to align.
     shared_bytes = stages * (ROWS + tile) * 128 + ROWS * tile + 8 * 2 * stages + 1024
-    return {"TILE": tile, "STAGES": stages, "SMEM_BYTES": shared_bytes, "SQUARED": int(squared)}
+    switches = {"SQUARED": int(activation == RELU2), "SILU": int(activation == SILU)}
+    return {"TILE": tile, "STAGES": stages, "SMEM_BYTES": shared_bytes, **switches}
 
 
 @functools.cache
-def hidden_kernel(device_index: int, squared: bool) -> driver.Kernel:
-    macros = hidden_macros(squared)
+def hidden_kernel(device_index: int, activation: str) -> driver.Kernel:
+    macros = hidden_macros(activation)
     return driver.Kernel(
         "hot_hidden", macros, device_index, threads=384, shared_bytes=macros["SMEM_BYTES"], cluster=CLUSTER
     )
