@@ -1,11 +1,9 @@
-"""The page for artifact evaluators: what to run, how long it takes, and the expected results.
+"""The page for artifact evaluators: what to run, and the expected results.
 
 Every number comes from the committed rows or from `analysis.check`, which compares a run with them.
 """
 
 from __future__ import annotations
-
-import math
 
 import pandas as pd
 
@@ -34,10 +32,10 @@ python -m analysis.check             # compares again
 `make reproduce` ends with exit code 0 if everything ran; the comparison is information. `analysis.check` ends with 1 if
 a criterion does not hold; the criteria hold on every processor.
 
-## Committed rows, and how long a study takes
+## Committed rows
 
-The time is that of the training steps alone, computed from the committed rows, on one GPU or one CPU; runs that shared
-a GPU count in full. A study without rows has not been run yet; `analysis.check` says so.
+A study without rows has not been run yet; `analysis.check` says so. [`slurm/README.md`](../slurm/README.md) has the GPU
+hours of each.
 """
 
 # Studies that test the launcher.
@@ -110,7 +108,6 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
                 "trainings": len(runs),
                 "other items": own["item"].nunique() - len(runs),
                 "rows": f"{len(own):,}",
-                "time of training": _hours(own, runs),
             }
         )
     measured = set(rows["study"])
@@ -121,17 +118,6 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
             rows_of_parts = f"those of its parts: {', '.join(known)} ({len(known)} of {len(parts)})"
             lines.append({"study": name, "rows": rows_of_parts if known else "none yet"})
     return pd.DataFrame(lines, dtype=object).fillna("–")
-
-
-def _hours(rows: pd.DataFrame, trained: pd.DataFrame) -> str:
-    """The sum over trainings of tokens / throughput x GPUs."""
-    speed = where(rows, op="train", metric="throughput").set_index("item")["value"]
-    speed = speed[~speed.index.duplicated()]
-    milliseconds = trained["tokens_trained"].astype("float64") / trained["item"].map(speed).astype("float64")
-    hours = float((milliseconds * trained["gpus"].astype("float64").fillna(1)).sum()) / 3.6e6
-    if math.isnan(hours) or hours == 0:
-        return "–"
-    return f"{significant(hours, 2)} h" if hours >= 1 else f"{significant(hours * 60, 2)} min"
 
 
 def _losses(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:

@@ -165,7 +165,8 @@ def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
         [
             f"* **One block**, the paper's {_active(paper.ACTIVE)} active: forward "
             f"**{times(block['forward'])}** times as fast ({tokens['forward']:,} tokens), with gradients "
-            f"**{times(block['training'])}** ({tokens['training']:,}); the authors' public kernels "
+            f"**{times(block['training'])}** ({tokens['training']:,}); the authors' "
+            "[public kernels](analysis/reference/published_kernels_h200.csv) "
             f"{times(theirs['forward'])} and {times(theirs['training'])}.",
             f"* **Whole models** at the paper's nominal L1, some {_active(models['active'].mean())} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "

@@ -38,7 +38,7 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     results = replace(compact(load(*sources)), name=out.name)
     drawn = [draw(results) for draw in FIGURES]
     with _staged(out) as (folder, written):
-        made = _write_source(results, drawn, folder, measured_only=True)
+        made = _write_source(results, drawn, folder)
         pictures = [[figure] for figure in drawn]
         _write_text(folder / "index.html", page.html_page(results, made, pictures, claims.check_all(results)))
     for line in missing(drawn):
@@ -65,8 +65,7 @@ def build_committed(root: Path = ROOT) -> None:
     made, checked = catalogue.make(results), claims.check_all(results)
     with _staged(folder) as (staged, written):
         for source in results.sources:
-            without_speeds = choose.made_for_speed(source.rows).empty
-            _write_source(source, drawn[source.name], staged / source.name, measured_only=without_speeds)
+            _write_source(source, drawn[source.name], staged / source.name)
         _write_page(staged / "README.md", markdown.claims_page(results, of_figure, checked))
         _write_page(staged / "claims.md", claims.details(checked))
         _write_page(staged / "COLUMNS.md", dictionary.markdown())
@@ -95,7 +94,7 @@ def left_out(results: Results) -> list[str]:
 def missing(drawn: Sequence[Drawn]) -> list[str]:
     """One line for each incomplete figure: what is missing, and whether anything was drawn."""
     return [
-        f"{figure.label} {'is a placeholder' if figure.is_placeholder else 'is not whole'}: missing {figure.missing}"
+        f"{figure.label} is not {'drawn' if figure.is_placeholder else 'whole'}: missing {figure.missing}"
         for figure in drawn
         if figure.missing
     ]
@@ -181,11 +180,12 @@ def write_data(results: Results, out: Path) -> None:
         partial.replace(out / name)
 
 
-def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool) -> list[Table]:
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> list[Table]:
     """Write the data, tables, figures and README.md of one source; returns its tables. The paper's tables are also
-    written as Markdown, with rounded numbers and their intervals."""
+    written as Markdown, with rounded numbers and their intervals; where no GPU's speed was measured, without what this
+    study did not measure."""
     out.mkdir(parents=True)
-    made = catalogue.make(results, measured_only=measured_only)
+    made = catalogue.make(results, measured_only=choose.made_for_speed(results.rows).empty)
     write_data(results, out)
     papers = {spec.name for spec in tables.TABLES}
     for table in made:

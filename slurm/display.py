@@ -16,7 +16,7 @@ from experiments.study.graph import Graph, Item, State
 from experiments.training.metrics import last_record
 from slurm.states import ALIVE, ItemState
 
-COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "last start", "left", "")
+COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "took", "left", "")
 NUMBERS = ("step", "loss", "non-zeros", "tokens/s")
 # On a narrow terminal these are cut; numbers never are.
 CUT = ("item", "node", "")
@@ -57,7 +57,7 @@ def line_of(entry: ItemState, steps: int | None) -> Line:
     elif steps is None and running and (progress := read_progress(entry.item.folder)) is not None:
         cells["step"] = f"{progress.done}/{progress.total}"
     if entry.report is not None and entry.report.seconds is not None:
-        cells["last start"] = duration(entry.report.seconds)
+        cells["took"] = duration(entry.report.seconds)
     if entry.state in ALIVE:
         cells["node"] = (entry.seen.nodes if entry.seen else "") or (entry.report.node if entry.report else "")
         if entry.report is not None and entry.report.restarts:

@@ -59,12 +59,7 @@ class SubmittedStudy:
         return (Path(self.runs) / file.stem).absolute()
 
     def states(self) -> dict[str, ItemState]:
-        """The state of every item.
-
-        Raises:
-            ConfigError: nothing was submitted there.
-            RunError: some jobs are SLURM's, and SLURM cannot be asked.
-        """
+        """The state of every item. Raises `ConfigError` if nothing was submitted there."""
         return item_states(self.folder, read_submission(self.folder))
 
 
@@ -73,8 +68,8 @@ class SubmittedStudy:
 
 @dataclass
 class StatusConfig(SubmittedStudy):
-    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, duration of the
-    last start, time left."""
+    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, how long the last
+    start took, time left."""
 
     all: bool = option(False, "on a terminal: every item, however many")
 

@@ -128,8 +128,7 @@ def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
-        what = f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there"
-        raise RunError(what) from None
+        raise RunError(f"there is no {command[0]} on this machine, and the job is SLURM's") from None
     except subprocess.TimeoutExpired as error:
         raise RunError(f"{command[0]} did not answer within {seconds} s: is the controller running?") from error
     except OSError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.run.errors import RunError
 from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State, config_difference
 from slurm import scheduler
@@ -14,6 +15,7 @@ from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
 KILLED = "killed? then usually by the system, out of memory"
+GONE = "its folder is not there: deleted, or the job was killed before it made one"
 FORGOTTEN = "SLURM has forgotten it"
 
 
@@ -50,8 +52,10 @@ def item_states(
     """The state of every item of a study. An item whose job waits or runs is not done, whatever results are there. Of
     others, the results decide whether they are; only then counts what the job and the scheduler say.
 
+    What SLURM does not answer for may still run: it counts as waiting.
+
     Raises:
-        RunError: some jobs are SLURM's, and SLURM cannot be asked; a file of the launcher is damaged.
+        RunError: a file of the launcher is damaged.
     """
     graph = Graph(submission.items, same_config)
     results, jobs = graph.states(), latest_jobs(folder)
@@ -65,18 +69,22 @@ def item_states(
         if not (is_over and states[name].state is State.DONE):
             unsettled[name] = states[name]
     slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
-    seen = scheduler.queue(slurm) if slurm else {}
-    if forgotten := [job for job in slurm if job not in seen]:
-        seen |= scheduler.accounting(forgotten)
+    seen, unanswered = {}, ""
+    try:
+        seen = scheduler.queue(slurm) if slurm else {}
+        if forgotten := [job for job in slurm if job not in seen]:
+            seen |= scheduler.accounting(forgotten)
+    except RunError as error:
+        unanswered = f"unknown: {error}"
     for name, entry in unsettled.items():
-        open_state = _open_state(entry, seen)
+        open_state = _open_state(entry, seen, unanswered)
         if entry.state is not State.DONE or open_state.state in ALIVE:
             states[name] = open_state
     return states
 
 
-def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
-    """The state of an item that may wait or run, whatever its results say."""
+def _open_state(entry: ItemState, all_seen: Mapping[str, Seen], unanswered: str) -> ItemState:
+    """The state of an item that may wait or run, whatever its results say. unanswered: why SLURM did not say."""
     item, job = entry.item, entry.job
     if job is None:
         return ItemState(item, State.RUNNING if is_held(item.folder) else entry.state, entry.reason)
@@ -86,6 +94,8 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
     def result(state: State, reason: str = "") -> ItemState:
         return ItemState(item, state, reason, job, seen, report)
 
+    if unanswered and job.executor == "slurm" and not (report is not None and report.state == "failed"):
+        return result(State.QUEUED, unanswered)
     if seen is not None and seen.alive:
         return result(State.RUNNING) if seen.state != "PENDING" else result(State.QUEUED, seen.reason)
     if job.executor != "slurm" and is_held(item.folder):
@@ -106,7 +116,8 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
         return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
-    says = f"SLURM says {seen.state}" if seen is not None else FORGOTTEN if job.executor == "slurm" else KILLED
+    killed = KILLED if item.folder.is_dir() else GONE
+    says = f"SLURM says {seen.state}" if seen is not None else FORGOTTEN if job.executor == "slurm" else killed
     return result(State.FAILED, without_a_word(job, says))
 
 

@@ -193,7 +193,9 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}
         if elsewhere := [name for name in places if (places[name] == "slurm") != (executor == "slurm")]:
             place = "this machine" if executor == "slurm" else "SLURM"
-            raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; wait for it, or cancel the study there first")
+            still = ", ".join(f"{name} ({states[name].reason or states[name].state.value})" for name in elsewhere)
+            what = "wait for it, cancel the study there first, or give another runs=FOLDER"
+            raise ConfigError(f"still on {place}: {still}; {what}")
         # What still runs here from a launcher that was killed, the next one waits for.
         open_names = [name for name in request.names if states[name].state is not State.DONE]
         names = [name for name in open_names if executor != "slurm" or name not in alive]
@@ -275,7 +277,7 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
     fail after waiting in the queue."""
     old = next((entry for entry in before.items if entry.name == item.name), None) if before else None
     if current.state in ALIVE and old is not None and old.arguments != item.arguments:
-        earlier, what = config_of(old), f"{item.name} is {current.state.value} with other options"
+        earlier, what, advice = config_of(old), f"{item.name} is {current.state.value} with other options", "Give"
     elif item.kind == "train" and current.state is not State.DONE and (item.folder / CONFIG).is_file():
         from experiments.models.checkpoint import has_checkpoints  # imports torch, which takes seconds
 
@@ -285,13 +287,13 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
             earlier = load_config(TrainConfig, item.folder / CONFIG)
         except ConfigError:
             return  # made by another version: the training itself says so
-        what = f"{item.folder} holds a run with other options"
+        what, advice = f"{item.folder} holds a run with other options", "Delete the folder, or give"
     else:
         return
     asked = config_of(item)
     if asked is not None and (differences := science_differences(science(earlier), science(asked))):
-        other = "runs=FOLDER" if is_study else "another run.item"
-        raise ConfigError(f"{what}: {differences}. Give {other}")
+        other = "it another name in the study, or the study runs=FOLDER" if is_study else "another run.item"
+        raise ConfigError(f"{what}: {differences}. {advice} {other}")
 
 
 # --- on this machine --------------------------------------------------------------------------------------------------
@@ -408,7 +410,11 @@ def _to_slurm(
             continue
         fixed = (submission.directory, cluster.resources(entry.kind).minutes, cluster.signal_seconds)
         callables = [ItemJob(item, *fixed, tuple(known[need] for need in item.needs)) for item in entry.items]
-        jobs = submit_slurm(cluster, parameters, folder, callables)
+        try:
+            jobs = submit_slurm(cluster, parameters, folder, callables)
+        except RunError as error:
+            undo = f"; slurm.cancel {naming(request.folder)} ends what was submitted before: {', '.join(ids)}"
+            raise RunError(f"{note}: {error}{undo if ids else ''}") from error
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
         pairs = zip(entry.items, jobs, logs, strict=True)
         seconds = cluster.signal_seconds

@@ -493,6 +493,29 @@ def test_states(study, slurm_says, seen, reported, state, reason):
     assert states["n_a"].state is State.WAITS
 
 
+@pytest.mark.parametrize(
+    ("reported", "state"), [(None, State.QUEUED), ("running", State.QUEUED), ("failed", State.FAILED)]
+)
+def test_what_slurm_does_not_answer_for_may_still_run(study, monkeypatch, reported, state):
+    """Items of this machine, and what is known without SLURM, are shown all the same."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    if reported is not None:
+        write_report(study / "a", report(study / "a", reported))
+    note_submitted(study, [Job("n_a", "4242", "local", "log", now())])
+    states = item_states(study, read_submission(study))
+    assert states["a"].state is state
+    if state is State.QUEUED:
+        assert states["a"].reason == "unknown: there is no squeue on this machine, and the job is SLURM's"
+    assert states["n_a"].state is State.WAITS
+
+
+def test_an_item_whose_folder_was_deleted_was_not_killed(study):
+    locally(study)
+    assert "its folder is not there: deleted" in item_states(study, read_submission(study))["a"].reason
+    (study / "a").mkdir()
+    assert "killed?" in item_states(study, read_submission(study))["a"].reason
+
+
 def test_the_last_words_of_a_job_are_not_those_of_srun(study):
     """Which ends the other processes of a job, and says so for each."""
     (study / "log").write_text("out of memory\nsrun: error: n1: task 0: Exited with exit code 1\nsrun: Term\n")
@@ -528,7 +551,7 @@ def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
         {each.name: config_of(each) for each in submission.items},
         load_cluster(cluster, ["kinds={}", "gpus=0"]),
     )
-    with pytest.raises(ConfigError, match=f"a, n_a: still on {place}"):
+    with pytest.raises(ConfigError, match=f"still on {place}: a .running., n_a .running.; wait for it"):
         submit(Request("study", study, submission.items, ("a", "n_a"), cluster, configs=configs))
 
 
@@ -936,6 +959,7 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit"])
     try:
         locally(study, process.pid)
+        (study / "a").mkdir()
         command = Path(f"/proc/{process.pid}/cmdline")  # empty while it is being executed
         programs.wait_for(command.read_bytes, process)
         found = item_states(study, read_submission(study))["a"]
@@ -1103,8 +1127,21 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     def fake_submit(cluster, parameters, folder, submitted):
         return [str(next(jobs)) for _ in submitted]
 
-    monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
+    def refuse_the_second(*arguments):
+        if calls:
+            raise RunError("SLURM refuses the job: no such partition")
+        calls.append(arguments)
+        return ["99"]
+
+    calls = []
     command = ["experiments.train", *words, *place_, "cluster=slurm", "cluster.kinds={}", "cluster.gpus=0"]
+    monkeypatch.setattr("slurm.submit.submit_slurm", refuse_the_second)
+    elsewhere = ["experiments.train", *words, *place(tmp_path / "refused", "one"), *command[-3:]]
+    with pytest.raises(
+        RunError, match=r"one, after afterok:99: SLURM refuses .* slurm.cancel study=test runs=\S+ .*: 99$"
+    ):
+        submit(read_request(elsewhere), said.append)
+    monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
     submit(read_request(command), said.append)
     assert "job 1: one, after afterok:0" in said
     folder = tmp_path / "runs" / "test"
@@ -1138,7 +1175,7 @@ def test_a_folder_with_a_run_of_other_options_is_refused_before_it_waits(tmp_pat
         submit(read_request([*command, "sparsity.l1=0.5"]))
     trainings = {"one": [*words, "training.steps=2", "sparsity.l1=0.5"]}
     (tmp_path / "test.yaml").write_text(json.dumps({"trainings": trainings}))
-    with pytest.raises(ConfigError, match=r"sparsity.l1 was 0.0, now 0.5\. Give runs=FOLDER$"):
+    with pytest.raises(ConfigError, match=r"sparsity.l1 was 0.0, now 0.5\. Delete the folder, or give it another name"):
         submit(read_request([f"study={tmp_path / 'test.yaml'}", f"runs={tmp_path / 'runs'}"]))
 
 

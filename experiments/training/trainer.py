@@ -331,7 +331,7 @@ class Trainer:
         seen = "" if cross_entropy is None else f" (cross-entropy {cross_entropy})"
         raise DivergenceError(
             f"the gradient is not a finite number at step {self.step} or since step {self.logged_step}{seen}; "
-            f"{self._last_good_checkpoint()}"
+            f"{self._last_good_checkpoint()}. A smaller optimizer.learning_rate may help"
         )
 
     def _last_good_checkpoint(self) -> str:

@@ -91,7 +91,7 @@ def test_private_settings_are_not_copied(built):
 
 def test_what_is_missing_is_reported(built):
     assert "Figure 3 is not whole: missing the seven tasks for every L1 value" in built[2]
-    absent = "Figure 12 is a placeholder: missing speed with a GPU backend: only the reference backend ran"
+    absent = "Figure 12 is not drawn: missing speed with a GPU backend: only the reference backend ran"
     assert any(line.startswith(absent) for line in built[2])
     assert "## Figure 12" not in (built[0] / "README.md").read_text()
 

@@ -16,7 +16,6 @@ from analysis.load import load
 from experiments import train
 from experiments.models.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
 from experiments.run.config import parse
-from experiments.run.errors import RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import State
 from experiments.training import metrics
@@ -283,8 +282,7 @@ def test_the_controller_restarts(launched, arguments):
     wait_until(lambda: step(config) >= 20, 240, "progress")
     launched.slurm.stop_controller()
     before = step(config)
-    with pytest.raises(RunError, match="squeue failed"):
-        launched.states()
+    assert launched.states()["steady"].reason.startswith("unknown: squeue failed")
     wait_until(lambda: step(config) > before, 120, "progress without a controller")
     launched.slurm.start_controller()
     launched.wait(State.DONE)
