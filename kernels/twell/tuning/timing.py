@@ -10,7 +10,9 @@ import torch
 
 _SECONDS, _ROUNDS = 0.02, 3
 _SETTLE_SECONDS, _SUSTAINED_SECONDS = 0.3, 0.15
-_REPETITIONS, _MARGIN = 20, 0.97
+_COLD_SECONDS = 0.005
+_FEWEST, _MOST = 3, 20  # repetitions that take these seconds
+_MARGIN = 0.97
 # Before each call, a buffer of _TIMES_L2 times the L2 cache is read _READS times, while the host issues the call.
 _TIMES_L2, _READS = 2, 5
 # Of `queued_times`: how often each call is timed, and how many others at most the GPU runs before each of its halves.
@@ -140,17 +142,18 @@ def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost
         for name, call in calls.items():
             for _ in range(2):  # the first compiles, the second is prepared by it
                 call()
-            torch.cuda.synchronize()
-            eagerly = _cold_milliseconds(call, unused)
-            in_graph = _graph_milliseconds(call, unused)
-            issued = statistics.median(_milliseconds(call, _REPETITIONS, device, wait=False) for _ in range(_ROUNDS))
+            once = _milliseconds(call, 1, device)
+            repetitions = max(_FEWEST, min(_MOST, int(_COLD_SECONDS * 1e3 / max(once, 1e-6))))
+            eagerly = _cold_milliseconds(call, unused, repetitions)
+            in_graph = _graph_milliseconds(call, unused, repetitions)
+            issued = statistics.median(_milliseconds(call, repetitions, device, wait=False) for _ in range(_ROUNDS))
             found[name] = Cost(in_graph, max(eagerly, issued))
     return found
 
 
-def _cold_milliseconds(call: Call, unused: torch.Tensor) -> float:
+def _cold_milliseconds(call: Call, unused: torch.Tensor, repetitions: int) -> float:
     """The median time from the end of reading `unused` to the end of the call."""
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPETITIONS)]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
     for begin, end in events:
         for _ in range(_READS):
             unused.sum()
@@ -161,25 +164,26 @@ def _cold_milliseconds(call: Call, unused: torch.Tensor) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
-def _graph_milliseconds(call: Call, unused: torch.Tensor) -> float:
+def _graph_milliseconds(call: Call, unused: torch.Tensor, repetitions: int) -> float:
     """The same in a CUDA graph: what a replay takes longer if each reading of `unused` is followed by the call."""
 
     def read_and_call() -> None:
         unused.sum()
         call()
 
-    return (_replay_milliseconds(read_and_call) - _replay_milliseconds(unused.sum)) / _REPETITIONS
+    times = [_replay_milliseconds(each, repetitions) for each in (read_and_call, unused.sum)]
+    return (times[0] - times[1]) / repetitions
 
 
-def _replay_milliseconds(call: Call) -> float:
-    """The median time of a CUDA graph of _REPETITIONS calls."""
+def _replay_milliseconds(call: Call, repetitions: int) -> float:
+    """The median time of a CUDA graph of so many calls."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         # Not `torch.cuda.graph`, which collects garbage and empties the cache each time.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for _ in range(_REPETITIONS):
+            for _ in range(repetitions):
                 call()
         finally:
             graph.capture_end()
