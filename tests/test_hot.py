@@ -236,7 +236,7 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     x, gate, up = changed(*(torch.randn(rows, 64).bfloat16() for rows in (16, 24, 24)))
 
     def h_at_once():
-        return dense._h_at_once(x, gate, up) if dense.makes_h_at_once(x, gate, up, "relu") else None
+        return dense.h_at_once(x, gate, up, "relu") if dense.makes_h_at_once(x, gate, up, "relu") else None
 
     h = h_at_once()
     assert (h is not None) == taken
@@ -244,6 +244,7 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
         torch.testing.assert_close(h, (x @ gate.t()).relu() * (x @ up.t()))
     asked = torch.compile(lambda *of: x.sum() if dense.makes_h_at_once(*of, "relu") else None, fullgraph=True)
     assert (asked(x, gate, up) is not None) == dense.makes_h_at_once(x, gate, up, "relu")
+    assert dense.makes_h_at_once(x, gate, up, "silu") == dense.makes_h_at_once(x, gate, up, "relu")
     assert not dense.makes_h_at_once(x, gate, up, "relu2")
     assert not dense.makes_h_at_once(x, None, up, "relu")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
