@@ -18,8 +18,8 @@ from slurm.states import ALIVE, ItemState
 
 COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "took", "left", "")
 NUMBERS = ("step", "loss", "non-zeros", "tokens/s")
-# On a narrow terminal these are cut; numbers never are.
-CUT = ("item", "node", "")
+DROPPED = ("node", "took", "left", "tokens/s", "non-zeros", "loss")  # from a terminal too narrow, in this order
+REASON = 24  # characters to which a line's reason may be folded
 # Those of a line in a log file.
 SHOWN = (*NUMBERS, "left")
 # What a user looks for first, and its colour.
@@ -81,18 +81,22 @@ def summary(name: str, states: Iterable[State]) -> str:
     return f"study {name}: {counts.total()} items: " + ", ".join(f"{counts[s]} {s.value}" for s in ORDER if counts[s])
 
 
-def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
-    """The lines as a table of at most `room` rows."""
+def table(title: str, lines: Sequence[Line], room: int | None, width: int) -> Table:
+    """The lines as a table of at most `room` rows, of columns that fit a terminal of so many characters."""
     first = lines if room is None else lines[: max(1, room)]
     # Those in which some line has anything; item and state are always there.
     columns = [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in first)]
+    widths = {column: max(len(text) for text in (column, *(line[column] for line in first))) for column in columns}
+    for column in DROPPED:
+        if sum(widths.values()) - max(0, widths.get("", 0) - REASON) + 2 * len(widths) > width:
+            widths.pop(column, None)
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        width = max(len(text) for text in (column, *(line[column] for line in first)))
-        right, least = column in NUMBERS, 0 if column in CUT else width
+    for column, least in widths.items():
+        right = column in NUMBERS
+        least = {"item": 0, "": min(least, REASON)}.get(column, least)
         made.add_column(column, justify="right" if right else "left", no_wrap=column != "", min_width=least)
     for line in first:
-        item, state, *rest = (escape(line[column]) for column in columns)
+        item, state, *rest = (escape(line[column]) for column in widths)
         made.add_row(item, f"[{COLOURS[State(state)]}]{state}[/]", *rest)
     if len(first) < len(lines):
         made.caption = f"and {len(lines) - len(first)} more (all=true shows them)"

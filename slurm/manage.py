@@ -90,14 +90,15 @@ def status(config: StatusConfig) -> None:
     title, rows, states = lines(config.folder)
     if not console.is_terminal:
         made = io.StringIO()
-        Console(file=made, width=LOG_WIDTH).print(table(title, rows, None))
+        Console(file=made, width=LOG_WIDTH).print(table(title, rows, None, LOG_WIDTH))
         text = "\n".join(line.rstrip() for line in made.getvalue().splitlines())
         print("\n\n".join(filter(None, [text, tracebacks(states)])))
         return
     live = Live(console=console, auto_refresh=False, vertical_overflow="visible" if config.all else "crop")
     with live, contextlib.suppress(KeyboardInterrupt):  # the usual way to leave a live table
         while True:
-            live.update(table(title, rows, None if config.all else console.height - 4), refresh=True)
+            room = None if config.all else console.height - 4
+            live.update(table(title, rows, room, console.width), refresh=True)
             if not any(entry.state in ALIVE for entry in states.values()):
                 break
             time.sleep(STATE_SECONDS)

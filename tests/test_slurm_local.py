@@ -990,13 +990,18 @@ def test_progress_is_shown(study, slurm_says):
     title, made, _ = manage.lines(study)
     assert [*made[0].values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
     assert title == "study study: 2 items: 1 running, 1 queued"
-    shown = table(title, made, 1)
+    shown = table(title, made, 1, 70)
     assert shown.row_count == 1
     assert "and 1 more" in shown.caption
     narrow = io.StringIO()
     Console(file=narrow, width=70).print(shown)
     assert "3.500" in narrow.getvalue()
     assert "10:00 min" in narrow.getvalue()
+    failed = made[1] | {"item": "of_a_long_name", "state": "failed", "": "the job ended without a word"}
+    narrow = io.StringIO()
+    Console(file=narrow, width=70).print(table(title, [*made, failed], None, 70))
+    assert "the job ended without" in narrow.getvalue()
+    assert not {"node", "left"} & {*narrow.getvalue().split()}, "columns that matter less make room"
     assert [duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
 
 
