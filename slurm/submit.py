@@ -119,6 +119,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     overrides = [argument.removeprefix("cluster.") for argument in arguments if argument.startswith("cluster.")]
     cluster = load_cluster(named.get("cluster", "local"), overrides)
     rest = [word for word in arguments if word != "--dry-run" and not word.startswith(("cluster=", "cluster."))]
+    if dashed := [word for word in rest if word.startswith("-")]:
+        raise ConfigError(f"unknown option {dashed[0]!r}: the only ones with dashes are --dry-run and --help")
     study = None
     if rest and "=" not in rest[0]:
         name, folder, items, configs = command_items(rest[0], rest[1:])
