@@ -34,8 +34,8 @@ a criterion does not hold; the criteria hold on every processor.
 
 ## Committed rows
 
-A study without rows has not been run yet; `analysis.check` says so. [`slurm/README.md`](../slurm/README.md) has the GPU
-hours of each.
+A study without rows has not been run yet; `analysis.check` says so. [`slurm/README.md`](../slurm/README.md) estimates
+GPU hours.
 """
 
 # Studies that test the launcher.

@@ -19,7 +19,7 @@ from slurm.states import ALIVE, ItemState
 COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "took", "left", "")
 NUMBERS = ("step", "loss", "non-zeros", "tokens/s")
 DROPPED = ("node", "took", "left", "tokens/s", "non-zeros", "loss")  # from a terminal too narrow, in this order
-REASON = 24  # characters to which a line's reason may be folded
+SHORTEST = {"item": 24, "": 24}  # characters to which a name may be cut, and a reason folded
 # Those of a line in a log file.
 SHOWN = (*NUMBERS, "left")
 # What a user looks for first, and its colour.
@@ -87,16 +87,19 @@ def table(title: str, lines: Sequence[Line], room: int | None, width: int) -> Ta
     # Those in which some line has anything; item and state are always there.
     columns = [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in first)]
     widths = {column: max(len(text) for text in (column, *(line[column] for line in first))) for column in columns}
+
+    needed = {name: min(least, SHORTEST.get(name, least)) for name, least in widths.items()}
     for column in DROPPED:
-        if sum(widths.values()) - max(0, widths.get("", 0) - REASON) + 2 * len(widths) > width:
-            widths.pop(column, None)
+        if sum(needed.values()) + 2 * (len(needed) - 1) > width:
+            needed.pop(column, None)
+    needed["item"] = min(widths["item"], max(8, needed["item"] + width - sum(needed.values()) - 2 * (len(needed) - 1)))
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column, least in widths.items():
-        right = column in NUMBERS
-        least = {"item": 0, "": min(least, REASON)}.get(column, least)
-        made.add_column(column, justify="right" if right else "left", no_wrap=column != "", min_width=least)
+    for column, least in needed.items():
+        right, largest = column in NUMBERS, least if column == "item" else None
+        shape: dict[str, Any] = {"no_wrap": column != "", "min_width": least, "max_width": largest}
+        made.add_column(column, justify="right" if right else "left", **shape)
     for line in first:
-        item, state, *rest = (escape(line[column]) for column in widths)
+        item, state, *rest = (escape(line[column]) for column in needed)
         made.add_row(item, f"[{COLOURS[State(state)]}]{state}[/]", *rest)
     if len(first) < len(lines):
         made.caption = f"and {len(lines) - len(first)} more (all=true shows them)"

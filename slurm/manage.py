@@ -58,9 +58,9 @@ class SubmittedStudy:
             return load_study(self.study).folder.absolute()
         return (Path(self.runs) / file.stem).absolute()
 
-    def states(self) -> dict[str, ItemState]:
-        """The state of every item. Raises `ConfigError` if nothing was submitted there."""
-        return item_states(self.folder, read_submission(self.folder))
+    def states(self, *, must_know: bool = True) -> dict[str, ItemState]:
+        """The state of every item. Raises `ConfigError` if nothing was submitted there, else as `item_states`."""
+        return item_states(self.folder, read_submission(self.folder), must_know=must_know)
 
 
 # --- status -----------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def lines(folder: Path) -> tuple[str, list[Line], dict[str, ItemState]]:
     """A title, a line for every item of a study, those that need attention first, and the states that the lines show.
     Raises as `SubmittedStudy.states` does."""
     submission = read_submission(folder)
-    states = item_states(folder, submission)
+    states = item_states(folder, submission, must_know=False)
     entries = sorted(states.values(), key=lambda entry: ORDER.index(entry.state))
     made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in entries]
     return summary(folder.name, (entry.state for entry in entries)), made, states
@@ -137,7 +137,7 @@ def log(config: LogConfig) -> None:
         ConfigError: nothing was submitted there, or no such item.
         RunError: the item has no job, or its job has written nothing yet.
     """
-    states = config.states()
+    states = config.states(must_know=False)
     name = config.item or (next(iter(states)) if len(states) == 1 else "")
     if name not in states:
         raise ConfigError(f"item={config.item}: wanted one of {', '.join(states)}")
@@ -147,7 +147,8 @@ def log(config: LogConfig) -> None:
     path = Path(job.log)
     print(f"==> {path} ({name}, {state.value}) <==", flush=True)
     if not config.follow and not path.is_file():
-        raise RunError(f"{path} does not exist yet: the job is {state.value}; follow=true waits for it")
+        said = ", ".join(filter(None, [state.value, states[name].reason]))
+        raise RunError(f"{path} does not exist yet: the job is {said}; follow=true waits for it")
     position, looked = 0, time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
         while True:
@@ -162,7 +163,7 @@ def log(config: LogConfig) -> None:
                 return
             time.sleep(READ_SECONDS)
             if time.monotonic() - looked > STATE_SECONDS:
-                looked, state = time.monotonic(), config.states()[name].state
+                looked, state = time.monotonic(), config.states(must_know=False)[name].state
 
 
 # --- cancel -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
 KILLED = "killed? then usually by the system, out of memory"
-GONE = "its folder is not there: deleted, or the job was killed before it made one"
+DELETED = "its folder was deleted"
 FORGOTTEN = "SLURM has forgotten it"
 
 
@@ -47,15 +47,19 @@ def same_arguments(item: Item) -> str | None:
 
 
 def item_states(
-    folder: Path, submission: Submission, same_config: Callable[[Item], str | None] = same_arguments
+    folder: Path,
+    submission: Submission,
+    same_config: Callable[[Item], str | None] = same_arguments,
+    *,
+    must_know: bool = True,
 ) -> dict[str, ItemState]:
     """The state of every item of a study. An item whose job waits or runs is not done, whatever results are there. Of
     others, the results decide whether they are; only then counts what the job and the scheduler say.
 
-    What SLURM does not answer for may still run: it counts as waiting.
+    must_know: False: what SLURM cannot be asked about is shown as waiting, with the reason.
 
     Raises:
-        RunError: a file of the launcher is damaged.
+        RunError: some jobs are SLURM's, and SLURM cannot be asked; a file of the launcher is damaged.
     """
     graph = Graph(submission.items, same_config)
     results, jobs = graph.states(), latest_jobs(folder)
@@ -75,6 +79,9 @@ def item_states(
         if forgotten := [job for job in slurm if job not in seen]:
             seen |= scheduler.accounting(forgotten)
     except RunError as error:
+        if must_know:
+            asked = [name for name, entry in unsettled.items() if entry.job is not None and entry.job.job in slurm]
+            raise RunError(f"{error}; asked for {', '.join(asked)}, submitted to SLURM") from error
         unanswered = f"unknown: {error}"
     for name, entry in unsettled.items():
         open_state = _open_state(entry, seen, unanswered)
@@ -94,10 +101,11 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen], unanswered: str)
     def result(state: State, reason: str = "") -> ItemState:
         return ItemState(item, state, reason, job, seen, report)
 
-    if unanswered and job.executor == "slurm" and not (report is not None and report.state == "failed"):
-        return result(State.QUEUED, unanswered)
     if seen is not None and seen.alive:
         return result(State.RUNNING) if seen.state != "PENDING" else result(State.QUEUED, seen.reason)
+    has_ended = report is not None and report.state in ("done", "failed")
+    if unanswered and seen is None and job.executor == "slurm" and not has_ended:
+        return result(State.QUEUED, unanswered)
     if job.executor != "slurm" and is_held(item.folder):
         return result(State.RUNNING)
     if job.executor == "local" and report is None and _is_starting(job):
@@ -116,7 +124,7 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen], unanswered: str)
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
         return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
-    killed = KILLED if item.folder.is_dir() else GONE
+    killed = KILLED if item.folder.is_dir() else DELETED
     says = f"SLURM says {seen.state}" if seen is not None else FORGOTTEN if job.executor == "slurm" else killed
     return result(State.FAILED, without_a_word(job, says))
 

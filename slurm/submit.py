@@ -195,9 +195,8 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}
         if elsewhere := [name for name in places if (places[name] == "slurm") != (executor == "slurm")]:
             place = "this machine" if executor == "slurm" else "SLURM"
-            still = ", ".join(f"{name} ({states[name].reason or states[name].state.value})" for name in elsewhere)
             what = "wait for it, cancel the study there first, or give another runs=FOLDER"
-            raise ConfigError(f"still on {place}: {still}; {what}")
+            raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; {what}")
         # What still runs here from a launcher that was killed, the next one waits for.
         open_names = [name for name in request.names if states[name].state is not State.DONE]
         names = [name for name in open_names if executor != "slurm" or name not in alive]
@@ -289,7 +288,8 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
             earlier = load_config(TrainConfig, item.folder / CONFIG)
         except ConfigError:
             return  # made by another version: the training itself says so
-        what, advice = f"{item.folder} holds a run with other options", "Delete the folder, or give"
+        what = f"{item.folder} holds a run with other options"
+        advice = "Give" if current.state in ALIVE else "Delete the folder, or give"
     else:
         return
     asked = config_of(item)
@@ -415,7 +415,7 @@ def _to_slurm(
         try:
             jobs = submit_slurm(cluster, parameters, folder, callables)
         except RunError as error:
-            undo = f"; slurm.cancel {naming(request.folder)} ends what was submitted before: {', '.join(ids)}"
+            undo = f"; submitted before: {', '.join(ids)} (slurm.cancel {naming(request.folder)} ends all of the study)"
             raise RunError(f"{note}: {error}{undo if ids else ''}") from error
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
         pairs = zip(entry.items, jobs, logs, strict=True)

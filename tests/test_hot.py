@@ -249,6 +249,7 @@ def test_dense_inference_takes_h_from_one_kernel_where_it_can(taken, changed, mo
     assert not dense.makes_h_at_once(x, None, up, "relu")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert (h_at_once() is not None) == taken
+    assert not dense.makes_h_at_once(x, gate, up, "silu"), "another kernel, which is not loaded"
     LAUNCHES.clear()
     monkeypatch.setattr(registry, "_can_run", lambda *_: pytest.fail("asked while a graph is captured"))
     assert h_at_once() is None, "no kernel can be loaded then"

@@ -494,24 +494,42 @@ def test_states(study, slurm_says, seen, reported, state, reason):
 
 
 @pytest.mark.parametrize(
-    ("reported", "state"), [(None, State.QUEUED), ("running", State.QUEUED), ("failed", State.FAILED)]
+    ("reported", "state"),
+    [(None, State.QUEUED), ("running", State.QUEUED), ("failed", State.FAILED), ("done", State.TODO)],
 )
 def test_what_slurm_does_not_answer_for_may_still_run(study, monkeypatch, reported, state):
-    """Items of this machine, and what is known without SLURM, are shown all the same."""
+    """What is known without SLURM is shown; nothing is submitted or cancelled."""
     monkeypatch.setenv("PATH", "/nowhere")
     if reported is not None:
         write_report(study / "a", report(study / "a", reported))
     note_submitted(study, [Job("n_a", "4242", "local", "log", now())])
-    states = item_states(study, read_submission(study))
-    assert states["a"].state is state
+    states = item_states(study, read_submission(study), must_know=False)
+    assert (states["a"].state, states["n_a"].state) == (state, State.WAITS)
+    error = "there is no squeue on this machine, and the job is SLURM's"
     if state is State.QUEUED:
-        assert states["a"].reason == "unknown: there is no squeue on this machine, and the job is SLURM's"
-    assert states["n_a"].state is State.WAITS
+        assert states["a"].reason == f"unknown: {error}"
+        with pytest.raises(RunError, match=rf"does not exist yet: the job is queued, unknown: {error}"):
+            run(log, study, "item=a")
+    before = (study / "jobs.jsonl").read_text()
+    with pytest.raises(RunError, match=f"^{error}; asked for a, submitted to SLURM$"):
+        run(cancel, study)
+    assert (study / "jobs.jsonl").read_text() == before
+
+
+def test_what_squeue_answered_holds_when_accounting_does_not_answer(study, monkeypatch):
+    def silent(jobs):
+        raise RunError("sacct did not answer within 120 s")
+
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen("RUNNING")})
+    monkeypatch.setattr("slurm.scheduler.accounting", silent)
+    states = item_states(study, read_submission(study), must_know=False)
+    assert (states["a"].state, states["a"].reason) == (State.RUNNING, "")
+    assert (states["n_a"].state, states["n_a"].reason) == (State.QUEUED, "unknown: sacct did not answer within 120 s")
 
 
 def test_an_item_whose_folder_was_deleted_was_not_killed(study):
     locally(study)
-    assert "its folder is not there: deleted" in item_states(study, read_submission(study))["a"].reason
+    assert "its folder was deleted" in item_states(study, read_submission(study))["a"].reason
     (study / "a").mkdir()
     assert "killed?" in item_states(study, read_submission(study))["a"].reason
 
@@ -551,7 +569,7 @@ def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
         {each.name: config_of(each) for each in submission.items},
         load_cluster(cluster, ["kinds={}", "gpus=0"]),
     )
-    with pytest.raises(ConfigError, match=f"still on {place}: a .running., n_a .running.; wait for it"):
+    with pytest.raises(ConfigError, match=f"a, n_a: still on {place}; wait for it"):
         submit(Request("study", study, submission.items, ("a", "n_a"), cluster, configs=configs))
 
 
@@ -1143,7 +1161,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     monkeypatch.setattr("slurm.submit.submit_slurm", refuse_the_second)
     elsewhere = ["experiments.train", *words, *place(tmp_path / "refused", "one"), *command[-3:]]
     with pytest.raises(
-        RunError, match=r"one, after afterok:99: SLURM refuses .* slurm.cancel study=test runs=\S+ .*: 99$"
+        RunError, match=r"one, after afterok:99: SLURM refuses .* submitted before: 99 .slurm.cancel study=test"
     ):
         submit(read_request(elsewhere), said.append)
     monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
@@ -1211,7 +1229,10 @@ def test_the_log_of_an_item_is_followed_until_its_job_ends(study, monkeypatch, c
     [
         (["item=b"], "item=b: wanted one of a, n_a"),
         ([], "item=: wanted one of a, n_a"),
-        (["item=a"], "log does not exist yet: the job is failed; follow=true waits for it"),
+        (
+            ["item=a"],
+            "log does not exist yet: the job is failed, the job ended without a word .*; follow=true waits for it",
+        ),
     ],
 )
 def test_a_log_that_is_not_there(study, slurm_says, words, message):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .. import registry
 from ..hot_split import before_activation, hidden_of
-from ..interface import RELU2, Backend, Forward, Gradients, Needs, Options, Weights
+from ..interface import RELU, RELU2, SILU, Backend, Forward, Gradients, Needs, Options, Weights
 from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, is_in_rows
 from .probe import launch
@@ -63,8 +63,8 @@ def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN
 def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, activation: str) -> bool:
     """Whether `inference` makes h in one kernel, if the weights' layout allows it: with a gate and many tokens, in
     bfloat16 on Hopper. A CUDA graph that is captured has it if a call came before: no kernel can be loaded then. That
-    kernel does not round relu's square, which it leaves to others."""
-    if w_gate_NK is None or activation == RELU2 or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
+    kernel does not round relu's square, which it leaves to others; nor silu, which only rivals ask for."""
+    if w_gate_NK is None or activation not in (RELU, SILU) or math.prod(x_MK.shape[:-1]) < H_AT_ONCE:
         return False
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
         return False

@@ -50,7 +50,7 @@ def _kernels(request: Request, screened: bool) -> dict[Hashable, Callable[[], ob
     hot = ("hot_forward", index, request.gated, squared, False, False)
     loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
     if request.gated:
-        loads["hot_hidden", index, squared] = partial(hot_steps.hidden_kernel, index, request.activation)
+        loads["hot_hidden", index, request.activation] = partial(hot_steps.hidden_kernel, index, request.activation)
     if screened:
         loads["quantise", index, hidden] = partial(screen.quantise_kernel, index, hidden)
         loads["gate_pack", index, inference.WIDE, True] = partial(

@@ -1,6 +1,6 @@
 // Dense neurons in inference: h = relu(x gate^T) * (x up^T), without a pass over the products.            sm_90a, bfloat16
 // SQUARED: relu(x gate^T)^2 * (x up^T). SILU: silu(x gate^T) * (x up^T), a dense rival. Rounded as by dense products and
-// hot_forward: g (before silu), u, then h.
+// hot_forward: g (silu of it is not), u, then h.
 //
 //   x: (M, K), gate and up: (H, K), all K-contiguous     h: (M, H), H a multiple of 8
 //
