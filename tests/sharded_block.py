@@ -1,9 +1,11 @@
-"""One process of two that train blocks under FSDP2 (`fully_shard`), for test_modules.py: prints what it found.
+"""One process of two that train blocks under FSDP2 (`fully_shard`), for test_modules.py and, on two GPUs, for
+test_training_gpu.py: prints what it found.
 
-python tests/sharded_block.py RANK STORE
+python tests/sharded_block.py RANK STORE [BACKEND]
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,20 @@ from twell import (
     load_plans,
     save_plans,
 )
+from twell.testing import relative_error
 from twell.tuning import training
 from twell.tuning.order import order_neurons
 
 TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
 
 
-def make() -> tuple[nn.Sequential, torch.Tensor]:
+def make(backend: str = "reference", times: int = 1, **to: Any) -> tuple[nn.Sequential, torch.Tensor]:
+    """Two blocks and the inputs of both processes, all sizes so many times as large, with this device and dtype."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(make_block(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
+    model = nn.Sequential(*(make_block(times * HIDDEN, times * NEURONS, backend=backend) for _ in range(2))).to(**to)
     for parameter in model.parameters():  # as README.md says
         parameter.data = parameter.data.contiguous()
-    return model, torch.randn(RANKS, TOKENS, HIDDEN)
+    return model, torch.randn(RANKS, times * TOKENS, times * HIDDEN).to(**to)
 
 
 class Failing(nn.Module):
@@ -56,16 +60,16 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
-def trained() -> float:
-    """Largest difference between the weights after a step of the two processes, and of one with both batches."""
-    (whole, x), (sharded, _) = make(), make()
+def trained(*of: Any, **to: Any) -> float:
+    """Largest relative difference between gradients of the two processes, and of one with both batches."""
+    (whole, x), (sharded, _) = make(*of, **to), make(*of, **to)
     step(whole, x)
     for block in feed_forward_blocks(sharded):
         fully_shard(block)
     fully_shard(sharded)
     step(sharded, x[dist.get_rank()])
     pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
-    return max((ours.full_tensor() - theirs).abs().max().item() for ours, theirs in pairs)
+    return max(relative_error(ours.grad.full_tensor(), theirs.grad) for ours, theirs in pairs)
 
 
 def tuned() -> str:
@@ -135,7 +139,13 @@ def refused(call) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=RANKS)
+    rank, store, *backend = sys.argv[1:]
+    if backend:
+        torch.cuda.set_device(int(rank))
+    dist.init_process_group(init_method=f"file://{store}", rank=int(rank), world_size=RANKS)
+    if backend:
+        print(f"off by {trained(*backend, 16, device='cuda', dtype=torch.bfloat16):.2g}")
+        return dist.destroy_process_group()
     print(f"off by {trained():.2g}")
     print(tuned())
     print(f"off by {tuned_before():.2g}")

@@ -221,7 +221,7 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
         assert [text[-18:] for text in outside] == [f"no memory behind {done}"[-18:] for done in range(3)], "in both"
         choices.add(tuned)
         assert failed.endswith("autotune needs inputs with at least one token"), "in both"
-        assert float(trained.removeprefix("off by ")) < 1e-6
+        assert float(trained.removeprefix("off by ")) < 1e-5
         assert float(before.removeprefix("off by ")) < 1e-6
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
         assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)

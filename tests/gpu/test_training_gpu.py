@@ -1,5 +1,10 @@
 """Training with the Hopper kernels: layers that become sparse, too little capacity, torch.compile."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from fragile_backend import always_faster
@@ -120,6 +125,25 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
     """With NCCL, leaving the group in order would wait for the others, who wait for this one."""
     logged = run_two(["failure", *arguments(*SHAPE, "execution.device=cuda")], module="one_of_two", code=1, fork=False)
     assert "RuntimeError: the second process fails alone" in logged
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["dense", "hopper", "triton"])
+def test_two_gpus_shard_blocks(backend, tmp_path):
+    """FSDP2 with NCCL, as README.md says."""
+    program = Path(__file__).parents[1] / "sharded_block.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), tmp_path / "store", backend],
+            **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        found, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert float(found.removeprefix("off by ")) < 0.02
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
