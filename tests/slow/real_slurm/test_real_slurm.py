@@ -283,7 +283,7 @@ def test_the_controller_restarts(launched, arguments):
     wait_until(lambda: step(config) >= 20, 240, "progress")
     launched.slurm.stop_controller()
     before = step(config)
-    with pytest.raises(RunError, match=r"squeue failed.*asked for steady, later"):
+    with pytest.raises(RunError, match="squeue failed"):
         launched.states()
     wait_until(lambda: step(config) > before, 120, "progress without a controller")
     launched.slurm.start_controller()
