@@ -93,7 +93,12 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
 
 def load_config(cls: type[T], path: str | Path) -> T:
     """The configuration stored in a YAML file, as `save_config` wrote it. Raises `ConfigError`, as `parse` does."""
-    return _object(cls, _of_file(cls, Path(path)))
+    try:
+        return _object(cls, _of_file(cls, Path(path)))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. If another version wrote it, choose another run.item, or delete the folder"
+        ) from error
 
 
 def check_ranges(config: T) -> T:
