@@ -87,7 +87,6 @@ def table(title: str, lines: Sequence[Line], room: int | None, width: int) -> Ta
     # Those in which some line has anything; item and state are always there.
     columns = [column for column in COLUMNS if column in COLUMNS[:2] or any(line[column] for line in first)]
     widths = {column: max(len(text) for text in (column, *(line[column] for line in first))) for column in columns}
-
     needed = {name: min(least, SHORTEST.get(name, least)) for name, least in widths.items()}
     for column in DROPPED:
         if sum(needed.values()) + 2 * (len(needed) - 1) > width:
@@ -95,9 +94,13 @@ def table(title: str, lines: Sequence[Line], room: int | None, width: int) -> Ta
     needed["item"] = min(widths["item"], max(8, needed["item"] + width - sum(needed.values()) - 2 * (len(needed) - 1)))
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column, least in needed.items():
-        right, largest = column in NUMBERS, least if column == "item" else None
-        shape: dict[str, Any] = {"no_wrap": column != "", "min_width": least, "max_width": largest}
-        made.add_column(column, justify="right" if right else "left", **shape)
+        made.add_column(
+            column,
+            justify="right" if column in NUMBERS else "left",
+            no_wrap=column != "",
+            min_width=least,
+            max_width=least if column == "item" else None,
+        )
     for line in first:
         item, state, *rest = (escape(line[column]) for column in needed)
         made.add_row(item, f"[{COLOURS[State(state)]}]{state}[/]", *rest)

@@ -191,6 +191,11 @@ class Report:
     config: str = ""
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended by itself; one that was stopped or killed may begin again."""
+        return self.state in ("done", "failed")
+
+    @property
     def seconds(self) -> float | None:
         """The duration of the job; None before its end."""
         if not self.ended:

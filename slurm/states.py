@@ -67,21 +67,19 @@ def item_states(
     for name, item in graph.items.items():
         job, report = jobs.get(name), read_report(item.folder)
         states[name] = ItemState(item, *results[name], job, report=report)
-        # A job that was stopped or killed may begin again by itself.
-        has_ended = report is not None and report.state in ("done", "failed")
-        is_over = report is not None and has_ended and (job is None or job.job == report.job)
+        is_over = report is not None and report.has_ended and (job is None or job.job == report.job)
         if not (is_over and states[name].state is State.DONE):
             unsettled[name] = states[name]
-    slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
+    open_jobs = [entry.job for entry in unsettled.values() if entry.job is not None]
+    slurm = {job.item: job.job for job in open_jobs if job.executor == "slurm"}
     seen, unanswered = {}, ""
     try:
-        seen = scheduler.queue(slurm) if slurm else {}
-        if forgotten := [job for job in slurm if job not in seen]:
+        seen = scheduler.queue(slurm.values()) if slurm else {}
+        if forgotten := [job for job in slurm.values() if job not in seen]:
             seen |= scheduler.accounting(forgotten)
     except RunError as error:
         if must_know:
-            asked = [name for name, entry in unsettled.items() if entry.job is not None and entry.job.job in slurm]
-            raise RunError(f"{error}; asked for {', '.join(asked)}, submitted to SLURM") from error
+            raise RunError(f"{error}; asked for {', '.join(slurm)}, submitted to SLURM") from error
         unanswered = f"unknown: {error}"
     for name, entry in unsettled.items():
         open_state = _open_state(entry, seen, unanswered)
@@ -103,8 +101,7 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen], unanswered: str)
 
     if seen is not None and seen.alive:
         return result(State.RUNNING) if seen.state != "PENDING" else result(State.QUEUED, seen.reason)
-    has_ended = report is not None and report.state in ("done", "failed")
-    if unanswered and seen is None and job.executor == "slurm" and not has_ended:
+    if unanswered and seen is None and job.executor == "slurm" and not (report is not None and report.has_ended):
         return result(State.QUEUED, unanswered)
     if job.executor != "slurm" and is_held(item.folder):
         return result(State.RUNNING)

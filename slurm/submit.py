@@ -278,7 +278,7 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
     fail after waiting in the queue."""
     old = next((entry for entry in before.items if entry.name == item.name), None) if before else None
     if current.state in ALIVE and old is not None and old.arguments != item.arguments:
-        earlier, what, advice = config_of(old), f"{item.name} is {current.state.value} with other options", "Give"
+        earlier, what = config_of(old), f"{item.name} is {current.state.value} with other options"
     elif item.kind == "train" and current.state is not State.DONE and (item.folder / CONFIG).is_file():
         from experiments.models.checkpoint import has_checkpoints  # imports torch, which takes seconds
 
@@ -289,11 +289,11 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
         except ConfigError:
             return  # made by another version: the training itself says so
         what = f"{item.folder} holds a run with other options"
-        advice = "Give" if current.state in ALIVE else "Delete the folder, or give"
     else:
         return
     asked = config_of(item)
     if asked is not None and (differences := science_differences(science(earlier), science(asked))):
+        advice = "Give" if current.state in ALIVE else "Delete the folder, or give"
         other = "it another name in the study, or the study runs=FOLDER" if is_study else "another run.item"
         raise ConfigError(f"{what}: {differences}. {advice} {other}")
 

@@ -64,6 +64,17 @@ def run(module, *arguments, timeout=1500, fork=True):
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+def run_shards(store, *backend):
+    """What each of the two processes of sharded_block.py prints, which find each other by this file."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, ROOT / "tests" / "sharded_block.py"]
+    processes = [subprocess.Popen([*command, str(rank), store, *backend], **options) for rank in range(2)]
+    ended = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], [errors for _, errors in ended]
+    return [output for output, _ in ended]
+
+
 def run_two(arguments, code=0, module="experiments.train", fork=True):
     """A training in two processes, as torchrun starts them; returns what it logged. torchrun's exit code is 1 whenever
     theirs is not 0."""

@@ -61,7 +61,8 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def trained(*of: Any, **to: Any) -> float:
-    """Largest relative difference between gradients of the two processes, and of one with both batches."""
+    """Largest relative difference between gradients, and weights, after a step of the two processes, and of one with
+    both batches."""
     (whole, x), (sharded, _) = make(*of, **to), make(*of, **to)
     step(whole, x)
     for block in feed_forward_blocks(sharded):
@@ -69,7 +70,8 @@ def trained(*of: Any, **to: Any) -> float:
     fully_shard(sharded)
     step(sharded, x[dist.get_rank()])
     pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
-    return max(relative_error(ours.grad.full_tensor(), theirs.grad) for ours, theirs in pairs)
+    pairs = [each for ours, theirs in pairs for each in ((ours.grad, theirs.grad), (ours, theirs))]
+    return max(relative_error(ours.full_tensor(), theirs) for ours, theirs in pairs)
 
 
 def tuned() -> str:

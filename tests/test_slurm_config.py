@@ -197,10 +197,7 @@ def test_command_lines():
         (["cluster=local"], "wanted a module"),
         (["study=six_runs", "cluster=local", "cluster=debug"], "cluster is given 2 times"),
         (["study=six_runs", "clster=slurm"], "unknown option 'clster'; did you mean 'cluster'"),
-        (
-            ["study=six_runs", "--dryrun"],
-            "unknown option .--dryrun.: the only ones with dashes are --dry-run",
-        ),
+        (["study=six_runs", "--dryrun"], "unknown option .--dryrun.: the only ones with dashes are --dry-run"),
         (["study=seven"], "study=seven: there is none in .*demo.*six_runs"),
     ],
 )

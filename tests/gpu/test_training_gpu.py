@@ -1,14 +1,9 @@
 """Training with the Hopper kernels: layers that become sparse, too little capacity, torch.compile."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from fragile_backend import always_faster
-from programs import run_two
+from programs import run_shards, run_two
 from same_run import final
 
 from experiments import train
@@ -131,18 +126,7 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 @pytest.mark.parametrize("backend", ["dense", "hopper", "triton"])
 def test_two_gpus_shard_blocks(backend, tmp_path):
     """FSDP2 with NCCL, as README.md says."""
-    program = Path(__file__).parents[1] / "sharded_block.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), tmp_path / "store", backend],
-            **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        found, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    for found in run_shards(tmp_path / "store", backend):
         assert float(found.removeprefix("off by ")) < 0.02
 
 

@@ -10,8 +10,9 @@ import torch
 
 _SECONDS, _ROUNDS = 0.02, 3
 _SETTLE_SECONDS, _SUSTAINED_SECONDS = 0.3, 0.15
-_COLD_SECONDS = 0.005
-_FEWEST, _MOST = 3, 20  # repetitions that take these seconds
+_COLD_SECONDS = 0.005  # in which a call of few tokens is repeated
+_FEWEST = 3  # repetitions
+_MOST = 20  # repetitions
 _MARGIN = 0.97
 # Before each call, a buffer of _TIMES_L2 times the L2 cache is read _READS times, while the host issues the call.
 _TIMES_L2, _READS = 2, 5
@@ -171,8 +172,8 @@ def _graph_milliseconds(call: Call, unused: torch.Tensor, repetitions: int) -> f
         unused.sum()
         call()
 
-    times = [_replay_milliseconds(each, repetitions) for each in (read_and_call, unused.sum)]
-    return (times[0] - times[1]) / repetitions
+    both, reads = (_replay_milliseconds(each, repetitions) for each in (read_and_call, unused.sum))
+    return (both - reads) / repetitions
 
 
 def _replay_milliseconds(call: Call, repetitions: int) -> float:
