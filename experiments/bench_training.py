@@ -149,7 +149,7 @@ class Workload:
         from experiments.bench.training_step import without_retries
 
         tokens_BS = self.tokens(batch)
-        self.step.prepare(form, tokens_BS, within=2.0)  # to choose takes longer than the step
+        self.step.prepare(form, tokens_BS, roughly=True)  # to choose takes longer than the step
         for _ in range(2):  # the second finds memory in the pieces that the first left
             self.step.run(form, tokens_BS)
         without_retries(lambda: self.step.run(form, tokens_BS), self.device)

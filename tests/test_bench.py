@@ -911,7 +911,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(subject, step, monkeypatch):
         make(batch)
 
 
-def test_a_search_keeps_a_choice_within_twice_the_tokens(subject, step, monkeypatch):
+def test_a_search_keeps_a_choice_for_up_to_sixteen_times_the_tokens(subject, step, monkeypatch):
     monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
     chosen_for = []
 
@@ -921,9 +921,9 @@ def test_a_search_keeps_a_choice_within_twice_the_tokens(subject, step, monkeypa
 
     monkeypatch.setattr(training_step, "autotune", choose)
     (form,) = forms(step, [], ["auto"], 1e-3)
-    for batch, within in ((1, 2.0), (2, 2.0), (2, 1.0), (4, 2.0), (5, 2.0), (1, 2.0)):
-        step.prepare(form, subject.text(batch, 32), within)
-    assert chosen_for == [1, 2, 5, 1]
+    for batch, roughly in ((1, True), (15, True), (16, True), (1, True), (16, False), (15, False)):
+        step.prepare(form, subject.text(batch, 32), roughly=roughly)
+    assert chosen_for == [1, 16, 15]
 
 
 @pytest.mark.parametrize(

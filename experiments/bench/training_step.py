@@ -50,6 +50,8 @@ DENSE_FORMS: dict[str, tuple[str, Literal["", "whole", "layers"]]] = {
 }
 # Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
 USABLE_MEMORY = 0.97
+# What is fastest for some tokens is nearly so for fewer, and for less than so many times as many.
+ROUGHLY = 16
 
 
 class Form(NamedTuple):
@@ -187,10 +189,10 @@ class TrainingStep:
         nonzeros = self._nonzeros(tokens_BS)
         return sum(nonzeros) / len(nonzeros)
 
-    def prepare(self, form: Form, tokens_BS: Tensor, within: float = 1.0) -> None:
+    def prepare(self, form: Form, tokens_BS: Tensor, *, roughly: bool = False) -> None:
         """Give the blocks enough capacity for these tokens, and let AUTO choose, as a training does that meets the
-        model at this step, unless its last choice was for as many tokens, within this factor. Call this before `run` on
-        them: with too little capacity, gradients and then weights may be NaN."""
+        model at this step, unless its last choice was for as many tokens (roughly: for more than 1 / ROUGHLY of them).
+        Call this before `run` on them: with too little capacity, gradients and then weights may be NaN."""
         if not self.sparse:
             return
         nonzeros = self._nonzeros(tokens_BS)
@@ -199,7 +201,8 @@ class TrainingStep:
             if backend is None:
                 raise BackendUnavailable(reason)
             count = tokens_BS.numel()
-            if not self._chosen_for / within <= count <= self._chosen_for * within:
+            serves = count < ROUGHLY * self._chosen_for if roughly else count == self._chosen_for
+            if not serves:
                 self._set("dense", keep_stats=bool(form.l1))
                 self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
                 self._chosen_for = count
