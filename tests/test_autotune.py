@@ -37,7 +37,7 @@ class Reset(torch.nn.Module):
 def test_each_block_gets_what_is_fastest_for_it(backends):
     backends(quick=lambda nonzeros, neurons: 4 * nonzeros, slow=lambda nonzeros, neurons: 30.0)
     built = model(0.002, 0.2, 0.017)  # 1, 102 and 9 non-zeros; the last two are too many or just not hot
-    first, second, third = autotune(built, torch.zeros(1))
+    first, second, third = autotune(built, torch.zeros(1), backends=["quick", "slow"])
     assert (first.plan.backend, first.plan.hot) == ("quick", 0)
     assert first.mean_nonzeros == pytest.approx(0.002 * NEURONS, abs=0.6)
     assert set(first.milliseconds) == {DENSE, QUICK, Form("slow")}
@@ -46,6 +46,7 @@ def test_each_block_gets_what_is_fastest_for_it(backends):
     assert third.plan.backend == "dense"
     assert [child.block.plan.backend for child in built] == ["quick", "quick", "dense"]
     assert not any(child.block._forward_pre_hooks for child in built)
+    assert Form("slow") not in autotune(built, torch.zeros(1))[0].milliseconds, "not the first one, and not named"
 
 
 def test_hot_neurons_are_an_alternative(backends):

@@ -53,8 +53,8 @@ def autotune(
     Weights, gradients and random generators stay as they are; buffers that the model's forward updates do not.
 
     blocks: those to choose for; None: all of the model.
-    backends: sparse backends to try besides dense products; None: in eval mode all that can run, except the reference,
-        in training mode the first one that can train the block here.
+    backends: sparse backends to try besides dense products; None: the first that can run the block here (the reference
+        never), and in eval mode, for smaller calls, all that can.
     hot: whether to try hot neurons.
 
     In training mode only:
@@ -107,6 +107,7 @@ def autotune(
         else:
             settings = {"hot": hot, "compiled": block in run_compiled}
             decisions[block] = training.choose(block, x, backends, processes, **settings)
+        logger.info("block %d of %d is measured", len(decisions), len(chosen))
 
     def run() -> None:
         model(*inputs, **named)

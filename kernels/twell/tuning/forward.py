@@ -42,7 +42,7 @@ def choose(
     order = firing_order(x, pattern, stats.fired) if sortable else None
     in_order = weights if order is None else order.reordered(weights)
     usable, plans = usable_backends(block, x, backends), [Plan(DENSE)]
-    for name in usable:
+    for name in usable if backends is not None else usable[:1]:
         plans += [Plan(name), *([Plan(name, by_index)] if by_index else [])]
         plans += [Plan(name, count) for count in (() if order is None else order.prefixes)]
 
