@@ -203,6 +203,14 @@ def test_latest_measurement_wins_and_says_so(tmp_path, result):
         assert str(old) in note
 
 
+def test_a_later_choice_of_backends_replaces_an_earlier_one(tmp_path):
+    chosen = TIMED | {"plan": "by_layer"}
+    old = single(tmp_path / "old", 5.0, OLD, **chosen, backend="dense")
+    assert list(load(old, single(tmp_path / "new", 4.0, NEW, **chosen, backend="triton")).rows["value"]) == [4.0]
+    compiled = single(tmp_path / "compiled", 4.0, NEW, **chosen, backend="dense_compiled")
+    assert sorted(load(old, compiled).rows["value"]) == [4.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("fields", "other"),
     [(TIMED, {"device": "another"}), (TIMED, {"step": 3}), (TIMED, {"plan": "twell"}), (SYNTHETIC, {"mean_nnz": 29.0})],

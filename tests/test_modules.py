@@ -276,6 +276,8 @@ def test_the_l1_term_is_the_mean_of_the_blocks(block):
         l1_penalty(block)
     with pytest.raises(ValueError, match=r"Linear has no SparseFeedForward; `sparsify`"):
         l1_penalty(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got str: load it first"):
+        l1_penalty("model")
 
 
 def test_an_l1_term_without_a_gradient_is_refused(block):

@@ -394,12 +394,15 @@ def weights_of(block: SparseFeedForward) -> tuple[Tensor | None, Tensor, Tensor]
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     """The blocks that the model runs, in layer order (the order of registration): of the copies that PEFT's
-    `modules_to_save` makes, the active one. Raises ValueError for a block whose forward was replaced."""
+    `modules_to_save` makes, the active one. Raises TypeError for what is no module, and ValueError for a block whose
+    forward was replaced."""
     return list(named_blocks(model))
 
 
 def named_blocks(model: nn.Module) -> dict[SparseFeedForward, str]:
     """`feed_forward_blocks`, with their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}: load it first")
     idle = {copy for module in model.modules() for copy in _idle_copies(module)}
     modules = model.named_modules(memo=idle)  # which skips these
     blocks = {module: name for name, module in modules if isinstance(module, SparseFeedForward)}
@@ -445,7 +448,7 @@ def l1_penalty(model: nn.Module) -> Tensor:
     forward, before the next one. Of a block that runs several times in one, the last time counts. The scale does not
     depend on the numbers of layers, tokens or processes: under data parallelism, the mean over processes is the term of
     the whole batch. Padding tokens count like any others. Raises ValueError for a model without blocks, for blocks
-    without statistics, and for a term without a gradient while gradients are enabled.
+    without statistics, and for a trained block's term without a gradient while gradients are enabled.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

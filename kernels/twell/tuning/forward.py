@@ -23,6 +23,9 @@ from .order import firing_order
 from .timing import cold_costs, quick_times, sustained_times
 
 LONG_CALL = 1.0  # ms: shorter calls do not heat a GPU
+# ms of dense products: a call that takes them longer is computed as the inputs are. One alone, on a GPU that is not hot,
+# favours dense products, which need more power; a model's layers follow each other.
+MEASURED_BELOW = 0.3
 CLEARLY = 1.6  # a factor between times that short measurements can be trusted with
 LEAST_SCREENED = 512  # neurons: fewer do not pay for a pass over x
 MOST_CONTENDERS = 3  # sparse plans that are measured under sustained load
@@ -59,6 +62,9 @@ def choose(
         x_MK = x.reshape(-1, x.shape[-1])
         fastest = {}
         for count in (count for count in COUNTS if count < len(x_MK)):
+            if times[Plan(DENSE)] * count >= MEASURED_BELOW * len(x_MK):
+                fastest[count] = best.backend
+                continue
             some = x_MK[evenly_by_nonzeros(stats.nonzeros, count)]
             calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
             costs = cold_costs(calls, x.device)

@@ -46,7 +46,7 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
         raise ValueError(f"{name} has no SparseFeedForward to give plans; `sparsify` puts them there")
     if plans is None:
         raise ValueError(
-            f"{name} has no configuration that holds plans: run autotune on it, or give those of save_plans"
+            f"{name} has no configuration that holds plans: run autotune in eval mode, or give those of save_plans"
         )
     if not isinstance(plans, Sequence) or isinstance(plans, str):
         raise ValueError(f"plans must be a list as of save_plans (of a text: json.loads), got {reprlib.repr(plans)}")
