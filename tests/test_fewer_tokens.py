@@ -13,7 +13,7 @@ from twell import SparseFeedForward, autotune, hot_split, load_plans, registry, 
 from twell.gpu.adapter import Kernels, are_read_in_place, forward_and_backward
 from twell.gpu.saved_csr import SavedCSR
 from twell.interface import Cold, HotSteps, Options, Weights
-from twell.tuning import Form, forward
+from twell.tuning import forward
 from twell.tuning.forward import COUNTS, ranges
 from twell.tuning.timing import Cost, cold_costs
 
@@ -262,7 +262,7 @@ def told(monkeypatch):
             seen["x"], seen["backend"] = inputs[0], call.plan.backend
             return real(inputs, call)
 
-        monkeypatch.setattr(forward, "MEASURED_BELOW", 1e9)
+        monkeypatch.setattr(forward, "LONG_CALL", 1e9)
         monkeypatch.setattr(forward, "cold_costs", costs)
         monkeypatch.setattr(forward, "compute", noted)
         return seen
@@ -289,15 +289,22 @@ def test_each_number_of_tokens_gets_the_fastest(backends, told):
     assert again.block.plan == choice.plan
 
 
-def test_calls_that_take_long_are_computed_as_the_inputs_are(backends, told, monkeypatch):
-    backends(quick=lambda nonzeros, neurons: 1.0)
+def test_what_takes_long_is_measured_under_load_if_dense_products_are_close(backends, told, monkeypatch):
+    at_full = {"quick": 1.0}
+    backends(quick=lambda nonzeros, neurons: at_full["quick"])  # dense products: 20
     seen = told(lambda name, tokens: {"dense": 5, "quick": 6}[name])
-    (plain,) = autotune(Repeats(), torch.zeros(1))
-    assert plain.plan.up_to == ((199, "dense"),)
-    seen.clear()
-    monkeypatch.setattr(forward, "MEASURED_BELOW", plain.milliseconds[Form("dense")] / 10)
-    assert autotune(Repeats(), torch.zeros(1))[0].plan.up_to == ((63, "dense"),)
-    assert {tokens for tokens in seen if isinstance(tokens, int)} == {n for n in COUNTS if n < 20}
+    assert autotune(Repeats(), torch.zeros(1))[0].plan.up_to == ((199, "dense"),)
+
+    def under_load(calls, device):
+        for call in calls.values():
+            call()
+        slow = "quick" if len(seen["x"]) == 64 else "dense"
+        return {name: 2.0 if name == slow else 1.0 for name in calls}
+
+    monkeypatch.setattr(forward, "sustained_times", under_load)
+    for at_full["quick"], up_to in ((1.0, 63), (15.0, 127)):
+        monkeypatch.setattr(forward, "LONG_CALL", 0.1 * at_full["quick"])  # ms, from 20 tokens on
+        assert autotune(Repeats(), torch.zeros(1))[0].plan.up_to == ((up_to, "dense"),)
 
 
 def test_dense_products_may_be_the_fastest_for_many_tokens_alone(backends, told):

@@ -39,12 +39,12 @@ def autotune(
     Runs `model(*inputs, **named)` once, without gradients, and measures each block alone on the input that it gets.
     Results, and gradients in training, stay the same up to rounding. If it raises, no block has changed.
 
-    In eval mode give real text with as many tokens as the largest of later calls will have. Short calls (dense products
-    take less than 0.3 ms), down to a single token, are measured on some of these tokens and may get another backend
-    (`Plan.up_to`). The neurons of a block may be sorted by firing rate, in place: the function stays the same, and the
-    checkpoint an ordinary one (`twell.tuning.order.restore_order` undoes it). A transformers configuration stores the
-    plans: after save_pretrained, from_pretrained and `sparsify`, `load_plans` restores them. A block takes seconds, up
-    to two of them under sustained load where dense products are about as fast.
+    In eval mode give real text with as many tokens as the largest of later calls will have. Smaller calls, down to a
+    single token, are measured on some of these tokens and may get another backend (`Plan.up_to`). The neurons of a
+    block may be sorted by firing rate, in place: the function stays the same, and the checkpoint an ordinary one
+    (`twell.tuning.order.restore_order` undoes it). A transformers configuration stores the plans: after
+    save_pretrained, from_pretrained and `sparsify`, `load_plans` restores them. A block takes seconds, up to two of
+    them under sustained load where dense products are about as fast.
 
     In training mode give a micro-batch, between two steps, now and then: at first dense products are faster, later each
     block is sparse as soon as that saves time. A block takes some 0.1 s for each form: dense products, and a sparse
@@ -54,7 +54,7 @@ def autotune(
 
     blocks: those to choose for; None: all of the model.
     backends: sparse backends to try besides dense products; None: the first that can run the block here (the reference
-        never), and in eval mode, for short calls, all that can.
+        never), and in eval mode, for small calls, all that can.
     hot: whether to try hot neurons.
 
     In training mode only:

@@ -22,10 +22,7 @@ from .common import Choice, Decision, fastest_by_form, usable_backends
 from .order import firing_order
 from .timing import cold_costs, quick_times, sustained_times
 
-LONG_CALL = 1.0  # ms: shorter calls do not heat a GPU
-# ms of dense products: a call that takes them longer is computed as the inputs are. One alone, on a GPU that is not hot,
-# favours dense products, which need more power; a model's layers follow each other.
-MEASURED_BELOW = 0.3
+LONG_CALL = 0.25  # ms: shorter calls, for which a GPU waits at times, do not heat it
 CLEARLY = 1.6  # a factor between times that short measurements can be trusted with
 LEAST_SCREENED = 512  # neurons: fewer do not pay for a pass over x
 MOST_CONTENDERS = 3  # sparse plans that are measured under sustained load
@@ -61,16 +58,21 @@ def choose(
     if usable:
         x_MK = x.reshape(-1, x.shape[-1])
         fastest = {}
+        clear = best.backend == DENSE or times[Plan(DENSE)] > CLEARLY * times[best]
         for count in (count for count in COUNTS if count < len(x_MK)):
-            if times[Plan(DENSE)] * count >= MEASURED_BELOW * len(x_MK):
-                fastest[count] = best.backend
-                continue
             some = x_MK[evenly_by_nonzeros(stats.nonzeros, count)]
-            calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
-            costs = cold_costs(calls, x.device)
-            # A sparse backend must be faster than dense products both eagerly and in a CUDA graph.
-            faster = [name for name in usable if costs[name].beats(costs[DENSE])]
-            fastest[count] = min(faster, key=lambda name: costs[name].device, default=DENSE)
+            if times[best] * count < LONG_CALL * len(x_MK):
+                calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
+                costs = cold_costs(calls, x.device)
+                # A sparse backend must be faster than dense products both eagerly and in a CUDA graph.
+                faster = [name for name in usable if costs[name].beats(costs[DENSE])]
+                fastest[count] = min(faster, key=lambda name: costs[name].device, default=DENSE)
+            elif clear:
+                fastest[count] = best.backend
+            else:
+                calls = {name: call(replace(best, backend=name), some) for name in (DENSE, best.backend)}
+                under_load = sustained_times(calls, x.device)
+                fastest[count] = min(under_load, key=under_load.__getitem__)
         fewer = ranges({**fastest, len(x_MK): best.backend})
     plan = replace(block.plan, backend=best.backend, hot=best.hot, up_to=fewer, screened=best.screened)
     choice = Choice(plan, stats.nonzeros.double().mean().item(), fastest_by_form(times))
