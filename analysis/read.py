@@ -87,8 +87,8 @@ def read_rows(path: Path) -> pd.DataFrame:
 def identity(rows: pd.DataFrame) -> pd.DataFrame:
     """The columns KEY: of two rows in which they are equal, one measured again what the other did. Non-zeros identify
     a synthetic pattern; those of a model are a result, and left out. So are the backends that layers got (plan
-    by_layer), and where a model was trained and scored: the same training on another device, or on more of them, is the
-    same training."""
+    by_layer; whether the rest is compiled still counts), and where a model was trained and scored: the same training on
+    another device, or on more of them, is the same training."""
     requested, anywhere = rows["pattern"].str.startswith("synthetic"), rows["op"].isin(DEVICE_FREE)
     compiled = rows["backend"].str.extract(f"({schema.COMPILED})$", expand=False)
     return rows[KEY].assign(

@@ -255,12 +255,11 @@ def _tuned(op: str, problem: Problem, config: BenchKernelsConfig) -> Iterator[Co
 
     device, in_graph = problem.x.device, op == "ffn_tuned_graph"
     names = list(dict.fromkeys(Name.of(name).backend for name in config.backends if Name.of(name).backend != "dense"))
-    why = {name: reason for name in names if (reason := feedforward.unavailable(name, device))}
-    absent: list[Candidate | Absent] = [Absent(name, BY_LAYER, reason) for name, reason in why.items()]
-    if names and len(why) == len(names):
-        yield problem, absent, ""
+    usable = [name for name in names if not feedforward.unavailable(name, device)]
+    if names and not usable:
+        yield problem, [Absent(names[0], BY_LAYER, feedforward.unavailable(names[0], device))], ""
         return
-    block = TunedBlock(problem, [name for name in names if name not in why] or None)
+    block = TunedBlock(problem, usable or None)
     for tokens in config.tokens:
         part = block.problem(tokens)
         form = block.form(part, in_graph=in_graph)
@@ -268,7 +267,7 @@ def _tuned(op: str, problem: Problem, config: BenchKernelsConfig) -> Iterator[Co
             alternatives = graph_forward.alternatives(part, config.dense, [], [form])
         else:
             alternatives = feedforward.alternatives(part, config.dense, [], others=[form])
-        yield part, [*alternatives, *absent], ""
+        yield part, alternatives, ""
 
 
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:

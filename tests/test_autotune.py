@@ -180,6 +180,7 @@ def test_the_result_prints_as_a_table():
         (9.0, [3.0, 4.0], []),  # clearly faster
         (9.0, [15.0, 16.0], []),  # clearly slower
         (0.25, [0.24], []),  # too short to heat a GPU
+        (0.3, [0.26], ["dense", 0.26]),
         (9.0, [], []),
         (None, [3.0, 4.0], [3.0, 4.0]),  # nothing says that one is clear
     ],

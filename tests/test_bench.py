@@ -911,7 +911,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(subject, step, monkeypatch):
         make(batch)
 
 
-def test_a_search_keeps_a_choice_for_up_to_sixteen_times_the_tokens(subject, step, monkeypatch):
+def test_a_search_keeps_a_choice_for_less_than_four_times_the_tokens(subject, step, monkeypatch):
     monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
     chosen_for = []
 
@@ -921,9 +921,9 @@ def test_a_search_keeps_a_choice_for_up_to_sixteen_times_the_tokens(subject, ste
 
     monkeypatch.setattr(training_step, "autotune", choose)
     (form,) = forms(step, [], ["auto"], 1e-3)
-    for batch, roughly in ((1, True), (15, True), (16, True), (1, True), (16, False), (15, False)):
+    for batch, roughly in ((1, True), (3, True), (4, True), (1, True), (4, False), (3, False)):
         step.prepare(form, subject.text(batch, 32), roughly=roughly)
-    assert chosen_for == [1, 16, 15]
+    assert chosen_for == [1, 4, 3]
 
 
 @pytest.mark.parametrize(

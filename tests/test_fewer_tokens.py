@@ -289,22 +289,18 @@ def test_each_number_of_tokens_gets_the_fastest(backends, told):
     assert again.block.plan == choice.plan
 
 
-def test_what_takes_long_is_measured_under_load_if_dense_products_are_close(backends, told, monkeypatch):
-    at_full = {"quick": 1.0}
-    backends(quick=lambda nonzeros, neurons: at_full["quick"])  # dense products: 20
-    seen = told(lambda name, tokens: {"dense": 5, "quick": 6}[name])
-    assert autotune(Repeats(), torch.zeros(1))[0].plan.up_to == ((199, "dense"),)
-
-    def under_load(calls, device):
-        for call in calls.values():
-            call()
-        slow = "quick" if len(seen["x"]) == 64 else "dense"
-        return {name: 2.0 if name == slow else 1.0 for name in calls}
-
-    monkeypatch.setattr(forward, "sustained_times", under_load)
-    for at_full["quick"], up_to in ((1.0, 63), (15.0, 127)):
-        monkeypatch.setattr(forward, "LONG_CALL", 0.1 * at_full["quick"])  # ms, from 20 tokens on
-        assert autotune(Repeats(), torch.zeros(1))[0].plan.up_to == ((up_to, "dense"),)
+@pytest.mark.parametrize(
+    ("quick", "quick_at_64", "up_to"),
+    [(1.0, 1.0, [(63, "dense")]), (1.0, 25.0, [(127, "dense")]), (25.0, 10.0, [(63, "dense"), (64, "quick")])],
+)
+def test_what_takes_long_is_measured_as_the_full_input_is(backends, told, monkeypatch, quick, quick_at_64, up_to):
+    """Dense products take 20 ms. From 50 tokens on, or from 3 where dense products are the fastest of 200."""
+    backends(quick=lambda nonzeros, neurons: quick_at_64 if len(seen["x"]) == 64 else quick, slow=lambda *_: 0.1)
+    seen = told(lambda name, tokens: {"dense": 5, "quick": 6, "slow": 7}[name])
+    monkeypatch.setattr(forward, "LONG_CALL", 0.25)
+    (choice,) = autotune(Repeats(), torch.zeros(1))
+    assert choice.plan.up_to == tuple(up_to)
+    assert choice.plan.backend == ("quick" if quick < 20 else "dense")
 
 
 def test_dense_products_may_be_the_fastest_for_many_tokens_alone(backends, told):

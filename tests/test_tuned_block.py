@@ -108,25 +108,19 @@ def test_a_wrong_result_is_refused(chosen, tmp_path, monkeypatch):
         rows_of("ffn_tuned", tmp_path, "metrics=[time]")
 
 
-def test_backends_that_cannot_run_are_absent():
+def test_a_block_that_no_backend_can_run_is_absent():
     """As on a GPU; on a CPU they are refused before."""
     options = [*SIZES, "metrics=[time]", "backends=[hopper,triton+hot]"]
     config, device = test_bench.configured(bench_kernels, *options), torch.device("cpu")
     *_, pattern = bench_kernels.patterns(config, device)
-    rows = bench_kernels.measure(pattern, "ffn_tuned", config, device)
-    assert [(row["tokens"], row["backend"], row["plan"], row["value"]) for row in rows] == [
-        (300, name, "by_layer", None) for name in ("hopper", "triton")
-    ]
-    assert all("CUDA" in row["missing"] for row in rows)
+    (row,) = bench_kernels.measure(pattern, "ffn_tuned", config, device)
+    assert (row["tokens"], row["backend"], row["plan"], row["value"]) == (300, "hopper", "by_layer", None)
+    assert "CUDA" in row["missing"]
 
 
-def test_a_backend_that_cannot_run_is_absent_beside_one_that_can(tmp_path):
+def test_a_backend_that_cannot_run_is_left_out(tmp_path):
     rows = rows_of("ffn_tuned", tmp_path, "metrics=[time]", "backends=[reference,hopper]")
-    absent = [row for row in rows if row["value"] is None]
-    assert [(row["tokens"], row["backend"], row["plan"]) for row in absent] == [
-        (tokens, "hopper", "by_layer") for tokens in (1, 4, 300)
-    ]
-    assert len(rows) == 3 * 3
+    assert [row["tokens"] for row in rows if row["plan"] == "by_layer"] == [1, 4, 300]
 
 
 def test_with_all_backends_a_block_on_a_cpu_is_dense(tmp_path):

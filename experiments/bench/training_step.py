@@ -50,8 +50,8 @@ DENSE_FORMS: dict[str, tuple[str, Literal["", "whole", "layers"]]] = {
 }
 # Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
 USABLE_MEMORY = 0.97
-# What is fastest for some tokens is nearly so for fewer, and for less than so many times as many.
-ROUGHLY = 16
+# A search keeps a choice for fewer tokens, and for less than so many times as many: its plans need about as much memory.
+ROUGHLY = 4
 
 
 class Form(NamedTuple):

@@ -24,7 +24,7 @@ class TunedBlock:
     """A block with a copy of the problem's weights, tuned on its tokens.
 
     Args:
-        backends: of `kernels`, to choose from besides dense products; None: all that can run but the reference.
+        backends: to choose from besides dense products; None: those that `autotune` takes by itself.
 
     Raises:
         BackendUnavailable: for a backend that was requested by name but cannot run.

@@ -43,12 +43,12 @@ class SparseTraining:
     """For a Trainer or a class derived from it (`class MyTrainer(SparseTraining, SFTTrainer)`): adds the L1 term to the
     loss in training, and logs `nonzeros`, mean non-zeros per token and block, and `l1`, the term without coefficient.
 
-    l1: an `L1Schedule`, or a constant coefficient; None: 0. The model needs blocks with keep_stats=True.
+    l1: an `L1Schedule`, or a constant coefficient. The model needs blocks with keep_stats=True.
     """
 
-    def __init__(self: Any, *arguments: Any, l1: L1Schedule | float | None = None, **named: Any) -> None:
+    def __init__(self: Any, *arguments: Any, l1: L1Schedule | float = 0.0, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.l1 = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1 or 0.0)
+        self.l1 = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
         self._rates: dict[nn.Module, Tensor] = {}
         self._exempted_in = -1
 

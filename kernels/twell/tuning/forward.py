@@ -4,6 +4,7 @@ What is fastest depends on the number of tokens: an H200 computes a block of 16 
 weights that they need, one of 100 tokens with dense products, and one of some thousand tokens from the non-zeros.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,12 +23,12 @@ from .common import Choice, Decision, fastest_by_form, usable_backends
 from .order import firing_order
 from .timing import cold_costs, quick_times, sustained_times
 
-LONG_CALL = 0.25  # ms: shorter calls, for which a GPU waits at times, do not heat it
+LONG_CALL = 0.25  # ms: between shorter calls a GPU waits for the host, and stays cool
 CLEARLY = 1.6  # a factor between times that short measurements can be trusted with
 LEAST_SCREENED = 512  # neurons: fewer do not pay for a pass over x
 MOST_CONTENDERS = 3  # sparse plans that are measured under sustained load
 # Numbers of tokens that are measured, below those of the inputs.
-COUNTS = (1, 4, 16, 64, 128, 1024, 2048, 4096, 8192, 32768)
+COUNTS = (1, 4, 16, 64, 128, 1024, 2048, 4096, 8192, 16384, 32768)
 
 Ranges = tuple[tuple[int, str], ...]
 
@@ -58,21 +59,18 @@ def choose(
     if usable:
         x_MK = x.reshape(-1, x.shape[-1])
         fastest = {}
-        clear = best.backend == DENSE or times[Plan(DENSE)] > CLEARLY * times[best]
+        sparse = usable[0] if best.backend == DENSE else best.backend
         for count in (count for count in COUNTS if count < len(x_MK)):
             some = x_MK[evenly_by_nonzeros(stats.nonzeros, count)]
-            if times[best] * count < LONG_CALL * len(x_MK):
-                calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
-                costs = cold_costs(calls, x.device)
-                # A sparse backend must be faster than dense products both eagerly and in a CUDA graph.
-                faster = [name for name in usable if costs[name].beats(costs[DENSE])]
-                fastest[count] = min(faster, key=lambda name: costs[name].device, default=DENSE)
-            elif clear:
-                fastest[count] = best.backend
-            else:
-                calls = {name: call(replace(best, backend=name), some) for name in (DENSE, best.backend)}
-                under_load = sustained_times(calls, x.device)
-                fastest[count] = min(under_load, key=under_load.__getitem__)
+            if times[best] * count >= LONG_CALL * len(x_MK):
+                tried = Plan(DENSE), replace(best, backend=sparse)
+                fastest[count] = measured(tried, functools.partial(call, x=some), some, 0)[1].backend
+                continue
+            calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
+            costs = cold_costs(calls, x.device)
+            # A sparse backend must be faster than dense products both eagerly and in a CUDA graph.
+            faster = [name for name in usable if costs[name].beats(costs[DENSE])]
+            fastest[count] = min(faster, key=lambda name: costs[name].device, default=DENSE)
         fewer = ranges({**fastest, len(x_MK): best.backend})
     plan = replace(block.plan, backend=best.backend, hot=best.hot, up_to=fewer, screened=best.screened)
     choice = Choice(plan, stats.nonzeros.double().mean().item(), fastest_by_form(times))

@@ -44,6 +44,7 @@ def sustained_times(calls: dict[Name, Call], device: torch.device) -> dict[Name,
     cannot tell which of two calls a model would run faster. Takes about half a second for each."""
     found = {}
     for name, call in calls.items():
+        call()  # the first time may compile
         once = _milliseconds(call, 2, device)
         for seconds in (_SETTLE_SECONDS, _SUSTAINED_SECONDS):
             found[name] = _milliseconds(call, max(1, int(seconds * 1e3 / max(once, 1e-6))), device)
