@@ -50,7 +50,7 @@ DENSE_FORMS: dict[str, tuple[str, Literal["", "whole", "layers"]]] = {
 }
 # Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
 USABLE_MEMORY = 0.97
-# A search keeps a choice for fewer tokens, and for less than so many times as many: its plans need about as much memory.
+# A search keeps a choice for fewer tokens, and for less than so many times as many: the memory is about the same.
 ROUGHLY = 4
 
 
