@@ -294,8 +294,8 @@ def test_each_number_of_tokens_gets_the_fastest(backends, told):
     [(1.0, 1.0, [(63, "dense")]), (1.0, 25.0, [(127, "dense")]), (25.0, 10.0, [])],
 )
 def test_what_takes_long_is_measured_as_the_full_input_is(backends, told, monkeypatch, quick, quick_at_64, up_to):
-    """Dense products take 20 ms. From 50 tokens on, or from 3 where dense products are the fastest of 200, until a count
-    has the full input's backend."""
+    """Dense products take 20 ms. From 50 tokens on, or from 3 where they are the fastest of 200, until a count has the
+    full input's backend."""
     backends(quick=lambda nonzeros, neurons: quick_at_64 if len(seen["x"]) == 64 else quick, slow=lambda *_: 0.1)
     seen = told(lambda name, tokens: {"dense": 5, "quick": 6, "slow": 7}[name])
     monkeypatch.setattr(forward, "LONG_CALL", 0.25)
