@@ -18,8 +18,8 @@ from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.study.definition import load_study
 
 # Tokens per second of one training that has an H200 to itself, with torch.compile, by preset: docs/log/2026-11-22.md
-# (21m), and item h200/real_dense_s0 of paper_figures/h200 (0.5b).
-MEASURED = {"21m": 1_930_000.0, "0.5b": 166_000.0}
+# (21m), and items kernels_in_training/0.5b_backend_dense of paper_figures/h200 (0.5b).
+MEASURED = {"21m": 1_930_000.0, "0.5b": 162_000.0}
 MOST = 10_000_000  # tokens per second that an estimate may say: smaller models wait for the host
 # float32 weights and two moments of AdamW.
 CHECKPOINT_BYTES = 12
