@@ -197,7 +197,7 @@ def test_plans_are_checked_in_the_dtype_of_autocast(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_kernels_of_loaded_plans_are_loaded_once_for_equal_blocks(training, monkeypatch):
+def test_kernels_are_loaded_before_calls_once_for_equal_blocks(training, monkeypatch):
     model, loaded = Two().train(training), []
 
     def kernels(request, screened):
@@ -210,6 +210,9 @@ def test_kernels_of_loaded_plans_are_loaded_once_for_equal_blocks(training, monk
     assert loaded == ([] if training else ["cpu"])
     load_plans(model, [{"backend": "reference"}, {"backend": "reference", "screened": 3}])
     assert loaded == ([] if training else ["cpu"] * 3)
+    if not training:
+        autotune(model, torch.randn(5, 8), backends=["reference"])
+        assert loaded == ["cpu"] * 5
 
 
 def test_the_plans_of_a_wrapped_model_are_stored_and_forgotten():

@@ -2,7 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import registry
 from ..checks import computed_dtype
+from ..interface import Request
 from ..modules import SparseFeedForward, named_blocks
 from ..plan import Plan
 
@@ -178,6 +181,20 @@ def usable_backends(
     if misfits and not usable:
         _warn_once(f"blocks stay dense: {'; '.join(f'{name}: {reason}' for name, reason in misfits.items())}")
     return usable
+
+
+def load_kernels(calls: Iterable[tuple[SparseFeedForward, str, bool]]) -> None:
+    """Compile and load, side by side, the kernels of calls without gradients: (block, backend, whether it screens)."""
+    loads: dict[Hashable, Callable[[], object]] = {}
+    for block, name, screens in calls:
+        if (kernels := registry.get(name).kernels) is not None:
+            weight = block.up_proj.weight
+            intermediate, hidden = weight.shape
+            kind = weight.device, computed_dtype(weight), hidden, intermediate, block.gated
+            loads |= kernels(Request(*kind, False, block.activation), block.gated and screens)
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        for load in [threads.submit(call) for call in loads.values()]:
+            load.result()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ..modules import SparseFeedForward, pattern_layer, weights_of
 from ..ops import Call, compute, sparse_ffn
 from ..plan import Plan
 from ..registry import DENSE
-from .common import Choice, Decision, fastest_by_form, usable_backends
+from .common import Choice, Decision, fastest_by_form, load_kernels, usable_backends
 from .order import firing_order
 from .timing import cold_costs, quick_times, sustained_times
 
@@ -54,6 +54,7 @@ def choose(
         return lambda: compute(inputs, given)
 
     rare = order.rare if order is not None and block.gated and not block.keep_stats else 0
+    load_kernels((block, name, rare > 0) for name in usable)
     times, best = measured(plans, call, x, rare)
     fewer: Ranges = ()
     if usable:

@@ -1,21 +1,16 @@
 """The plans of a model's blocks as JSON values, in its configuration too if it is one of transformers."""
 
-import os
 import reprlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from .. import registry
-from ..checks import computed_dtype
-from ..interface import Request
 from ..modules import SparseFeedForward, feed_forward_blocks
 from ..names import AUTO
 from ..plan import Plan
 from ..registry import BackendUnavailable
-from .common import misfit
+from .common import load_kernels, misfit
 
 CONFIG_KEY = "twell_plans"  # of a transformers configuration
 
@@ -53,18 +48,14 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
     if len(plans) != len(blocks):
         raise ValueError(f"there are plans for {len(plans)} blocks, and {name} has {len(blocks)}")
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
-    loads: dict[Hashable, Callable[[], object]] = {}
-    for block, plan in zip(blocks, checked, strict=True):
-        weight = block.up_proj.weight
-        intermediate, hidden = weight.shape
-        kind = weight.device, computed_dtype(weight), hidden, intermediate, block.gated
-        for name in () if block.training else plan.backends:
-            if name != AUTO and (kernels := registry.get(name).kernels) is not None:
-                loads |= kernels(Request(*kind, False, block.activation), block.gated and plan.screened > 0)
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
-        for load in [threads.submit(call) for call in loads.values()]:
-            load.result()
-    for block, plan in zip(blocks, checked, strict=True):
+    pairs = list(zip(blocks, checked, strict=True))
+    load_kernels(
+        (block, name, plan.screened > 0)
+        for block, plan in pairs
+        for name in plan.backends
+        if not block.training and name != AUTO
+    )
+    for block, plan in pairs:
         block.plan = plan
 
 
