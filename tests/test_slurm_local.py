@@ -1,5 +1,6 @@
 """Launching on this machine: a queue that uses all of it, failures, stopping and continuing, the debug executor."""
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -8,7 +9,6 @@ import json
 import logging.config
 import os
 import platform
-import re
 import shlex
 import signal
 import stat
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -70,8 +71,9 @@ WITHOUT_A_WORD = "the job ended without a word (killed? then usually by the syst
 
 
 @pytest.fixture(autouse=True)
-def _private():
-    """Submitting makes everything private from then on."""
+def _private(monkeypatch):
+    """Submitting makes everything private from then on. There is no terminal, hence no debugger."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     umask, directory = os.umask(0o022), Path.cwd()
     yield
     os.umask(umask)
@@ -92,44 +94,26 @@ def place(tmp_path, item):
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-class Said(list):
-    """A queue's display that keeps what it is told."""
-
-    say = list.append
-
-    def show(self, running):
-        pass
-
-    def ended(self, item, state):
-        pass
-
-
-class FakeJob:
-    """Stands for a process; the test decides when it ends."""
-
-    ended = False
-
-    def done(self):
-        return self.ended
+def local_queue(tmp_path, cluster, items=(), say=print):
+    display = Display("study", {}, {}, say)
+    return LocalQueue(tmp_path, Graph(items), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), display)
 
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
-    said, started, most = Said(), [], []
+    said, started, most = [], [], []
 
     def make(items, *overrides, fails=(), names=None, shared=False, made=()):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
-        graph, done = Graph(items), set(made)
+        done = set(made)
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
-        one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
+        one = local_queue(tmp_path, cluster, items, said.append)
 
         def fake_submit(item, gpus):
             started.append((item.name, gpus))
-            job = FakeJob()
-            job.job_id = str(len(started))
-            return job
+            return Mock(spec=local.LocalJob, job_id=str(len(started)), done=Mock(return_value=False))
 
         def turn(_):
             assert len(most) < 100, "it never ends"
@@ -141,7 +125,7 @@ def queue(tmp_path, monkeypatch):
                 if name not in fails:
                     done.add(name)
                 if one._running[0].process is not None:
-                    one._running[0].process.ended = True
+                    one._running[0].process.done.return_value = True
 
         monkeypatch.setattr(one, "_submit", fake_submit)
         monkeypatch.setattr(local.time, "sleep", turn)
@@ -221,38 +205,35 @@ def test_a_run_that_was_left_behind_is_waited_for(queue, orphan, tmp_path, made)
 
 
 def test_a_queue_ends_well_when_its_record_was_deleted(queue, tmp_path, monkeypatch):
-    ended = Said.ended
-    monkeypatch.setattr(Said, "ended", lambda *arguments: (tmp_path / "queue.json").unlink() or ended(*arguments))
+    monkeypatch.setattr(Display, "ended", lambda *arguments: (tmp_path / "queue.json").unlink())
     assert queue([item(tmp_path, "a")]) == {}
 
 
-def test_a_run_that_was_left_behind_keeps_its_gpus(queue, orphan, tmp_path):
-    orphan(True, True, False, report=("running", platform.node(), "2"))
-    assert queue([item(tmp_path, name) for name in ("a", "b", "orphan", "c", "d")]) == {}
-    assert queue.started[:3] == [("a", (0,)), ("b", (1,)), ("c", (3,))]
-    assert "orphan is running already on GPU 2" in queue.said[0]
-
-
 @pytest.mark.parametrize(
-    ("report", "late"),
-    [(None, False), (("running", "another machine", "2"), True), (("done", platform.node(), "2"), False)],
+    ("report", "late", "others", "said"),
+    [
+        (("running", platform.node(), "2"), False, (0, 1, 3), " on GPU 2, started"),
+        (None, False, (1, 2, 3), ", started"),
+        (("running", "another machine", "2"), True, (1, 2, 3), ", started"),
+        (("done", platform.node(), "2"), False, (1, 2, 3), ", started"),
+    ],
 )
-def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, orphan, tmp_path, report, late):
+def test_a_run_that_was_left_behind_keeps_its_gpus(queue, orphan, tmp_path, report, late, others, said):
+    """As many as it gets, where they are not known."""
     orphan(*[False] * late, True, True, False, report=report)
     assert queue([item(tmp_path, name) for name in ("orphan", "a", "b", "c", "d")]) == {}
-    assert queue.started[:3] == [("a", (1,)), ("b", (2,)), ("c", (3,))]
-    assert "orphan is running already, started" in queue.said[0]
+    assert queue.started[:3] == [(name, (gpu,)) for name, gpu in zip("abc", others, strict=True)]
+    assert f"orphan is running already{said}" in queue.said[0]
 
 
 @pytest.mark.parametrize(
     ("overrides", "warned"), [([], True), (["total_gpus=8"], True), (["total_gpus=8", "gpus=1"], False)]
 )
 def test_gpus_that_no_run_sees(tmp_path, monkeypatch, overrides, warned):
-    said = Said()
+    said = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "_machine_gpus", lambda: 8)
-    cluster = load_cluster("local", overrides)
-    LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
+    local_queue(tmp_path, load_cluster("local", overrides), say=said.append)
     assert [line.startswith("trainings see none of this machine's 8 GPUs") for line in said] == [True] * warned
 
 
@@ -261,26 +242,21 @@ def test_gpus_that_no_run_sees(tmp_path, monkeypatch, overrides, warned):
     [(None, 2, "0,1"), ("4,6,7", 2, "4,6"), ("GPU-8f, MIG-3a", 2, "GPU-8f,MIG-3a"), ("", 0, "")],
 )
 def test_gpus_are_those_that_the_launcher_may_use(tmp_path, monkeypatch, visible, total, names):
-    submitted = {}
-
-    def submit_nothing(self, job):
-        submitted["python"] = self.python
-        return Mock(spec=local.LocalJob)
-
-    monkeypatch.setattr(local.LocalExecutor, "submit", submit_nothing)
+    executor = Mock()
+    executor.return_value.submit.return_value = Mock(spec=local.LocalJob)
+    monkeypatch.setattr(local, "LocalExecutor", executor)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     cluster = load_cluster("local", [f"total_gpus={total}", f"gpus={total}", "python=[python]"])
-    one = LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), Said())
-    one._submit(item(tmp_path, "a"), tuple(range(total)))
-    assert shlex.split(submitted["python"]) == ["env", f"CUDA_VISIBLE_DEVICES={names}", "python"]
+    local_queue(tmp_path, cluster)._submit(item(tmp_path, "a"), tuple(range(total)))
+    assert shlex.split(executor.call_args.kwargs["python"]) == ["env", f"CUDA_VISIBLE_DEVICES={names}", "python"]
 
 
-def test_more_gpus_than_the_launcher_may_use(queue, monkeypatch, tmp_path):
+def test_more_gpus_than_the_launcher_may_use(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with pytest.raises(ConfigError, match="total_gpus must be at most the 2 of CUDA_VISIBLE_DEVICES=1,2, got 3"):
-        LocalQueue(tmp_path, Graph([]), load_cluster("local", ["total_gpus=3"]), None, "", Said())
+        local_queue(tmp_path, load_cluster("local", ["total_gpus=3"]))
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -335,16 +311,18 @@ def here():
 
 
 def start(here, arguments):
-    return programs.start("slurm.submit", "experiments.train", *here, *arguments)
+    """A long training that has done some steps: its configuration, and the launcher's process."""
+    config = parse(TrainConfig, arguments)
+    process = programs.start("slurm.submit", "experiments.train", *here, *arguments)
+    programs.wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    return config, process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "Ctrl-C"])
 def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
     arguments = [*words, *LONG, *place(tmp_path, "stopped")]
-    config = parse(TrainConfig, arguments)
-    process = start(here, arguments)
-    programs.wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    config, process = start(here, arguments)
     with pytest.raises(RunError, match="another process is running the study"):
         submit(read_request(["experiments.train", *arguments, "cluster=local"]))
     if how == "cancel":
@@ -367,9 +345,7 @@ def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
 @pytest.mark.slow
 def test_the_time_limits_signal_starts_the_run_again(tmp_path, words, here):
     arguments = [*words, *LONG, *place(tmp_path, "limited")]
-    config = parse(TrainConfig, arguments)
-    process = start(here, arguments)
-    programs.wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    config, process = start(here, arguments)
     job = latest_jobs(tmp_path / "runs" / "test")["limited"]
     (task,) = Path(f"/proc/{job.job}/task/{job.job}/children").read_text().split()
     os.kill(int(task), signal.SIGUSR2)  # what submitit's process, which watches the time, does
@@ -394,7 +370,6 @@ def test_two_processes_on_this_machine_train_as_one(tmp_path, words, here):
 
 
 def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO())  # no terminal, hence no debugger
     arguments = ["experiments.train", *words, "training.steps=2", *place(tmp_path, "here"), "cluster=debug"]
     submit(read_request(arguments))
     folder = tmp_path / "runs" / "test"
@@ -517,9 +492,7 @@ def test_what_slurm_does_not_answer_for_may_still_run(study, monkeypatch, report
 
 
 def test_what_squeue_answered_holds_when_accounting_does_not_answer(study, monkeypatch):
-    def silent(jobs):
-        raise RunError("sacct did not answer within 120 s")
-
+    silent = Mock(side_effect=RunError("sacct did not answer within 120 s"))
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen("RUNNING")})
     monkeypatch.setattr("slurm.scheduler.accounting", silent)
     states = item_states(study, read_submission(study), must_know=False)
@@ -530,8 +503,6 @@ def test_what_squeue_answered_holds_when_accounting_does_not_answer(study, monke
 def test_an_item_whose_folder_was_deleted_was_not_killed(study):
     locally(study)
     assert "its folder was deleted" in item_states(study, read_submission(study))["a"].reason
-    (study / "a").mkdir()
-    assert "killed?" in item_states(study, read_submission(study))["a"].reason
 
 
 def test_the_last_words_of_a_job_are_not_those_of_srun(study):
@@ -565,15 +536,13 @@ def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
     alive = {one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items}
     monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
     monkeypatch.setattr("slurm.submit.shutil.which", lambda name: f"/usr/bin/{name}")
-    configs, cluster = (
-        {each.name: config_of(each) for each in submission.items},
-        load_cluster(cluster, ["kinds={}", "gpus=0"]),
-    )
+    configs = {each.name: config_of(each) for each in submission.items}
+    cluster = load_cluster(cluster, ["kinds={}", "gpus=0"])
     with pytest.raises(ConfigError, match=f"a, n_a: still on {place}; wait for it"):
         submit(Request("study", study, submission.items, ("a", "n_a"), cluster, configs=configs))
 
 
-def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
+def test_runs_left_behind_are_not_said_to_be_cancelled(study):
     (study / "a").mkdir()
     locally(study)
     with exclusive(study / "a", "item"), pytest.raises(RunError, match=r"no launcher to be told: a \(process 4242\)"):
@@ -613,7 +582,6 @@ def test_a_launcher_that_has_just_ended_needs_no_signal(study, capsys):
 
 def test_the_number_of_a_launcher_that_was_killed_is_forgotten(tmp_path, words, monkeypatch):
     """Another process may have it by now, and `slurm.cancel` would end that."""
-    monkeypatch.setattr("sys.stdin", io.StringIO())
     record = tmp_path / "runs" / "test" / "queue.json"
     record.parent.mkdir(parents=True)
     record.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
@@ -623,23 +591,18 @@ def test_the_number_of_a_launcher_that_was_killed_is_forgotten(tmp_path, words, 
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     with pytest.raises(RunError, match=r"\.lock cannot be locked \(Function not impl.*\): choose a folder elsewhere"):
         exclusive(tmp_path / "a", "item").__enter__()
 
 
-def test_accounting_knows_what_the_queue_forgot(study, slurm_says):
-    slurm_says({}, {"7": Seen("NODE_FAIL", "node3")})
-    assert "SLURM says NODE_FAIL" in item_states(study, read_submission(study))["a"].reason
-
-
-def test_the_report_of_an_earlier_job_does_not_count(study, slurm_says):
-    slurm_says({})
+@pytest.mark.parametrize(
+    ("known", "said"), [({}, "SLURM has forgotten it"), ({"7": Seen("NODE_FAIL", "node3")}, "SLURM says NODE_FAIL")]
+)
+def test_accounting_knows_what_the_queue_forgot_and_an_earlier_report_does_not_count(study, slurm_says, known, said):
+    slurm_says({}, known)
     write_report(study / "a", report(study / "a", "failed", job="6", error="of the job before"))
-    assert "without a word" in item_states(study, read_submission(study))["a"].reason
+    assert item_states(study, read_submission(study))["a"].reason == f"the job ended without a word ({said})"
 
 
 def test_the_first_failure_of_several_processes_is_shown(tmp_path):
@@ -664,14 +627,19 @@ def test_a_command_without_a_study_lists_those_that_were_submitted(tmp_path):
         assert SubmittedStudy(name, str(tmp_path)).folder == tmp_path / "scaled"
 
 
-def a_job(tmp_path, kind="train"):
-    return ItemJob(item(tmp_path, "a", kind), str(tmp_path), 60, 120)
+def exit_code(tmp_path, kind="train"):
+    """That of the job of an item `a`; None where it just returns."""
+    try:
+        ItemJob(item(tmp_path, "a", kind), str(tmp_path), 60, 120)()
+    except SystemExit as ended:
+        return ended.code
 
 
 @pytest.fixture
 def slurm_job(tmp_path, monkeypatch):
     """As in the last task of a job array, which has the array's own id. `squeue` and `scontrol` are files of shell,
-    which the test writes; the job's process stops by a signal (or by none), and submitit requeues it."""
+    which the test writes; the job's process stops by a signal (or by none), and submitit requeues it. Returns its exit
+    code."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     variables |= {"SUBMITIT_FOLDER": str(tmp_path / ".jobs")}
     for name, value in (variables | {"SUBMITIT_EXECUTOR": "slurm", "PATH": f"{tmp_path}:/usr/bin:/bin"}).items():
@@ -684,18 +652,15 @@ def slurm_job(tmp_path, monkeypatch):
                 (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
                 (tmp_path / name).chmod(0o700)
 
-        def stopped(item, job):
-            raise Stopped("stopped", stop)
-
         def requeue(number, frame):
             SlurmJobEnvironment()._requeue(3)
             sys.exit(255)
 
         if stop is not None:
-            monkeypatch.setattr("slurm.job._run", stopped)
+            monkeypatch.setattr("slurm.job._run", Mock(side_effect=Stopped("stopped", stop)))
         before = signal.signal(signal.SIGUSR2, requeue)
         try:
-            a_job(tmp_path, kind)()
+            return exit_code(tmp_path, kind)
         finally:
             signal.signal(signal.SIGUSR2, before)
 
@@ -721,9 +686,7 @@ def squeue(state, left="1:00:00"):
 def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, says, stop, code):
     """Not when it is being cancelled or requeued by someone (COMPLETING), for a limit of the run's own, nor when SLURM
     has forgotten it."""
-    with pytest.raises(SystemExit) as ended:
-        slurm_job(squeue=says, scontrol=f'echo "$*" > {tmp_path}/told', stop=stop)
-    assert ended.value.code == code
+    assert slurm_job(squeue=says, scontrol=f'echo "$*" > {tmp_path}/told', stop=stop) == code
     assert (tmp_path / "told").exists() == (code == 255)
     assert code != 255 or (tmp_path / "told").read_text() == "requeue 7_1\n"
     assert read_report(tmp_path / "a").state == "stopped"
@@ -742,13 +705,10 @@ def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, says, stop, co
 )
 def test_only_a_training_is_requeued_at_its_time_limit(tmp_path, slurm_job, kind, left, again):
     """Other items begin anew: they would reach it again. When they were preempted before, they are requeued."""
-    with pytest.raises(SystemExit if again else RunError) as ended:
-        slurm_job(squeue=squeue("RUNNING", left), kind=kind)
-    if again:
-        assert ended.value.code == 255
-        return
-    assert re.search(r"a needs more than the 60 minutes of its job, .* raise cluster.minutes", str(ended.value))
-    assert read_report(tmp_path / "a").state == "failed"
+    message = r"a needs more than the 60 minutes of its job, .* raise cluster.minutes"
+    with contextlib.nullcontext() if again else pytest.raises(RunError, match=message):
+        assert slurm_job(squeue=squeue("RUNNING", left), kind=kind) == 255
+    assert read_report(tmp_path / "a").state == ("stopped" if again else "failed")
 
 
 @pytest.mark.parametrize("kind", ["train", "nonzeros"])
@@ -761,9 +721,7 @@ def test_a_signal_ends_an_item_of_slurm_that_does_not_listen(tmp_path, slurm_job
         went_on.append(True)
 
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (interrupted, None))
-    with pytest.raises(SystemExit) as ended:
-        slurm_job(squeue=squeue("COMPLETING"), kind=kind, stop=None)
-    assert ended.value.code == EXIT_STOPPED
+    assert slurm_job(squeue=squeue("COMPLETING"), kind=kind, stop=None) == EXIT_STOPPED
     assert not went_on
 
 
@@ -772,10 +730,9 @@ def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, m
     raised = []
     monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
     with pytest.raises(RunError, match="a needs more than the 60 minutes of its job"):
-        a_job(tmp_path, "nonzeros")()
+        exit_code(tmp_path, "nonzeros")
     assert not raised
-    with pytest.raises(SystemExit):
-        a_job(tmp_path)()
+    assert exit_code(tmp_path) == EXIT_STOPPED
     assert raised == [signal.SIGUSR2]
 
 
@@ -783,27 +740,16 @@ def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, m
 def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job, job, code):
     """SLURM does not know of the cancellation yet. That of an earlier job of the item does not count."""
     note_submitted(tmp_path, [Job("a", job, "slurm", "log", now(), cancelled=True)])
-    with pytest.raises(SystemExit) as ended:
-        slurm_job(squeue=squeue("RUNNING"))
-    assert ended.value.code == code
+    assert slurm_job(squeue=squeue("RUNNING")) == code
 
 
 @pytest.fixture
 def measured(tmp_path, slurm_says):
     """A study of one measurement, which a job of SLURM has made with `tokens=512`; a second job, 9, makes it again with
     `tokens=1024`. The test says how far that is."""
-    folder, groups = tmp_path / "study", "groups=[4]"
-    old, new = (
-        Item(
-            "n_a",
-            "nonzeros",
-            "experiments.gather_nonzeros",
-            (f"checkpoint={tmp_path}", f"tokens={tokens}", groups),
-            folder / "n_a",
-            expected=(Expected((("op", "nonzeros"),)),),
-        )
-        for tokens in (512, 1024)
-    )
+    folder, expected = tmp_path / "study", (Expected((("op", "nonzeros"),)),)
+    one = Item("n_a", "nonzeros", "experiments.gather_nonzeros", (), folder / "n_a", expected=expected)
+    old, new = (replace(one, arguments=(f"checkpoint={tmp_path}", f"tokens={n}", "groups=[4]")) for n in (512, 1024))
     old.folder.mkdir(parents=True)
     save_config(config_of(old), old.folder / "config.yaml")
     known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "value": 3.0}
@@ -826,8 +772,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
     assert same_arguments(measured.new) == "tokens was 512, now 1024"
     with pytest.raises(RunError, match="n_a: tokens was 512, now 1024"):
         collect(measured.folder, measured.folder.with_suffix(".collected"))
-    found = measured("stopped")
-    assert found.state is State.STOPPED
+    assert measured("stopped").state is State.STOPPED
 
 
 def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
@@ -857,9 +802,7 @@ def test_a_job_that_makes_results_anew_is_on_its_way(measured, in_slurm, capsys,
 def test_a_job_asks_a_busy_controller_again(tmp_path, slurm_job, busy):
     scripts = {"squeue": squeue("RUNNING"), "scontrol": "true"}
     once = f"test -e {tmp_path}/asked || {{ touch {tmp_path}/asked; echo 'Unable to contact controller' >&2; exit 1; }}"
-    with pytest.raises(SystemExit) as ended:
-        slurm_job(**scripts | {busy: f"{once}\n{scripts[busy]}"})
-    assert ended.value.code == 255
+    assert slurm_job(**scripts | {busy: f"{once}\n{scripts[busy]}"}) == 255
 
 
 def test_a_job_that_no_controller_answers_has_failed(tmp_path, slurm_job):
@@ -906,10 +849,8 @@ def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local
         return terminated, None
 
     monkeypatch.setattr("slurm.job.entry_point", entry_point)
-    with pytest.raises(SystemExit) as ended:
-        a_job(tmp_path)()
+    assert exit_code(tmp_path) == EXIT_STOPPED
     assert not went_on
-    assert ended.value.code == EXIT_STOPPED
     found = read_report(tmp_path / "a")
     assert (found.state, found.error) == ("stopped", "SIGTERM: the same command starts it again")
 
@@ -933,7 +874,7 @@ def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, mo
 
     threading.Timer(0.5, fail).start()
     with pytest.raises(RunError):
-        a_job(tmp_path)()
+        exit_code(tmp_path)
     assert left.is_set()
     assert before == [False]
 
@@ -942,10 +883,10 @@ def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 0, None))
     with pytest.raises(RunError, match=r"ended without its results: no .*x"):
-        a_job(tmp_path)()
+        exit_code(tmp_path)
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 3, None))
     with pytest.raises(RunError, match="ended with code 3"):
-        a_job(tmp_path)()
+        exit_code(tmp_path)
     found = read_report(tmp_path / "a")
     assert (found.state, found.traceback) == ("failed", "")
 
@@ -962,7 +903,7 @@ def test_submitit_says_everything_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     logging.config.dictConfig(submitit.core.logger.CONFIG)
     monkeypatch.setattr("slurm.job._run", lambda item, job: submitit.core.logger.warning("Bypassing signal"))
-    a_job(tmp_path)()
+    exit_code(tmp_path)
     assert "".join(capsys.readouterr()).count("Bypassing signal") == 1
 
 
@@ -970,7 +911,7 @@ def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     (tmp_path / "a").mkdir()
     with exclusive(tmp_path / "a", "item"), pytest.raises(RunError, match="another process is running the item"):
-        a_job(tmp_path)()
+        exit_code(tmp_path)
 
 
 def test_a_job_that_has_no_report_yet_is_starting(study):
@@ -1145,18 +1086,8 @@ def test_a_line_that_is_being_written_is_not_read_yet(study):
 def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, monkeypatch, words, in_slurm):
     said, place_ = [], place(tmp_path, "one")
     monkeypatch.setattr("slurm.submit.shutil.which", lambda name: f"/usr/bin/{name}")
-    jobs = iter(range(100))
-
-    def fake_submit(cluster, parameters, folder, submitted):
-        return [str(next(jobs)) for _ in submitted]
-
-    def refuse_the_second(*arguments):
-        if calls:
-            raise RunError("SLURM refuses the job: no such partition")
-        calls.append(arguments)
-        return ["99"]
-
-    calls = []
+    refuse_the_second = Mock(side_effect=[["99"], RunError("SLURM refuses the job: no such partition")])
+    numbers = map(str, itertools.count())
     command = ["experiments.train", *words, *place_, "cluster=slurm", "cluster.kinds={}", "cluster.gpus=0"]
     monkeypatch.setattr("slurm.submit.submit_slurm", refuse_the_second)
     elsewhere = ["experiments.train", *words, *place(tmp_path / "refused", "one"), *command[-3:]]
@@ -1164,7 +1095,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
         RunError, match=r"one, after afterok:99: SLURM refuses .* submitted before: 99 .slurm.cancel study=test"
     ):
         submit(read_request(elsewhere), said.append)
-    monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
+    monkeypatch.setattr("slurm.submit.submit_slurm", lambda *given: [next(numbers) for _ in given[-1]])
     submit(read_request(command), said.append)
     assert "job 1: one, after afterok:0" in said
     folder = tmp_path / "runs" / "test"
@@ -1188,8 +1119,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     assert len(read_submission(folder).items) == before + 2
 
 
-def test_a_folder_with_a_run_of_other_options_is_refused_before_it_waits(tmp_path, monkeypatch, words):
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+def test_a_folder_with_a_run_of_other_options_is_refused_before_it_waits(tmp_path, words):
     command = ["experiments.train", *words, "training.steps=2", *place(tmp_path, "one"), "cluster=debug"]
     submit(read_request(command))
     with pytest.raises(
