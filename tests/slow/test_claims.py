@@ -86,14 +86,16 @@ def check(name, results):
 # Changes of rows.
 
 
-def changed(column, change, **cells):
+def change_of_rows(change):
+    """Without its first parameter, the rows: returns what changes them."""
+    return lambda *given, **cells: lambda rows: change(rows, *given, **cells)
+
+
+@change_of_rows
+def changed(rows, column, change, **cells):
     """`change` of the column in the rows with these cells."""
-
-    def apply(rows):
-        chosen = rows.index.isin(where(rows, **cells).index)
-        return rows.assign(**{column: rows[column].mask(chosen, change(rows))})
-
-    return apply
+    chosen = rows.index.isin(where(rows, **cells).index)
+    return rows.assign(**{column: rows[column].mask(chosen, change(rows))})
 
 
 def valued(number, **cells):
@@ -112,28 +114,22 @@ def without(**cells):
     return lambda rows: rows.drop(where(rows, **cells).index)
 
 
-def seeds(*numbers):
+@change_of_rows
+def seeds(rows, *numbers):
     """The rows of seed 0, and the same as those of further seeds."""
-
-    def apply(rows):
-        first = rows[rows["seed"] == 0]
-        again = [first.assign(seed=seed, item=first["item"] + f"_seed_{seed}") for seed in numbers if seed]
-        return pd.concat([first, *again], ignore_index=True)
-
-    return apply
+    first = rows[rows["seed"] == 0]
+    again = [first.assign(seed=seed, item=first["item"] + f"_seed_{seed}") for seed in numbers if seed]
+    return pd.concat([first, *again], ignore_index=True)
 
 
-def both(*changes):
-    def apply(rows):
-        for change in changes:
-            rows = change(rows)
-        return rows
-
-    return apply
-
-
-def same(rows):
+@change_of_rows
+def both(rows, *changes):
+    for change in changes:
+        rows = change(rows)
     return rows
+
+
+same = both()
 
 
 def by_layer_valued(function):
@@ -149,82 +145,63 @@ def mitigated(modification, loss, dead):
     return both(valued(loss, modification=modification, **LOSS), of_dead)
 
 
-def more_active(modification, *more):
+@change_of_rows
+def more_active(rows, modification, *more):
     """Trainings with a mitigation that end with so many more non-zeros than without, by seed."""
-
-    def apply(rows):
-        counted = where(rows, op="train", metric="nonzeros", layer=None)
-        for seed, number in enumerate(more):
-            plain = where(counted, modification="none", activation="relu", gated=True, l1=2e-5, seed=seed)
-            value = plain["value"].iloc[0] + number
-            rows = valued(value, op="train", metric="nonzeros", modification=modification, seed=seed)(rows)
-        return rows
-
-    return apply
+    counted = where(rows, op="train", metric="nonzeros", layer=None)
+    for seed, number in enumerate(more):
+        plain = where(counted, modification="none", activation="relu", gated=True, l1=2e-5, seed=seed)
+        value = plain["value"].iloc[0] + number
+        rows = valued(value, op="train", metric="nonzeros", modification=modification, seed=seed)(rows)
+    return rows
 
 
-def also_of(*models, op):
+@change_of_rows
+def also_of(rows, *models, op):
     """The rows of this operation, as if of more models, too."""
-
-    def apply(rows):
-        chosen = where(rows, op=op)
-        more = [chosen.assign(model=name, item=name + chosen["item"]) for name in models]
-        return pd.concat([rows, *more], ignore_index=True)
-
-    return apply
+    chosen = where(rows, op=op)
+    more = [chosen.assign(model=name, item=name + chosen["item"]) for name in models]
+    return pd.concat([rows, *more], ignore_index=True)
 
 
 more_models, more_sizes = also_of("0.5b", "1b", op=schema.WHOLE_MODELS), also_of("4m", "11m", op="train")
 
 
-def gaining(ratio):
+@change_of_rows
+def gaining(rows, ratio):
     """Whole models with this improvement over dense, in all metrics, with the paper's method, too, and with fewer
     active neurons than the paper's."""
-
-    def apply(rows):
-        whole, speed = rows["op"].isin(schema.WHOLE_MODELS), rows["metric"].eq("throughput")
-        rows = rows.assign(mean_nnz=rows["mean_nnz"].mask(whole, 20.0))
-        eager = rows[whole & rows["backend"].eq(schema.EAGER)]
-        more = [
-            eager.assign(metric=name, unit=schema.METRICS[name][0], value=12.5, backend=backend)
-            for name, backend in (("energy", schema.EAGER), ("peak_memory", schema.TRANSFORMERS))
-        ]
-        sparse = whole & rows["plan"].ne("dense")
-        value = (100 * ratio * speed).where(speed, 10 / ratio)
-        spread = {name: rows[name].mask(sparse, value) for name in ("value", "low", "high")}
-        backup = rows["backup"].mask(sparse & rows["plan"].eq("hybrid"), 1 / 8)
-        rows = rows.assign(ratio=rows["ratio"].mask(sparse, ratio), backup=backup, **spread)
-        return pd.concat([rows, *more], ignore_index=True)
-
-    return apply
+    whole, speed = rows["op"].isin(schema.WHOLE_MODELS), rows["metric"].eq("throughput")
+    rows = rows.assign(mean_nnz=rows["mean_nnz"].mask(whole, 20.0))
+    eager = rows[whole & rows["backend"].eq(schema.EAGER)]
+    more = [
+        eager.assign(metric=name, unit=schema.METRICS[name][0], value=12.5, backend=backend)
+        for name, backend in (("energy", schema.EAGER), ("peak_memory", schema.TRANSFORMERS))
+    ]
+    sparse = whole & rows["plan"].ne("dense")
+    value = (100 * ratio * speed).where(speed, 10 / ratio)
+    spread = {name: rows[name].mask(sparse, value) for name in ("value", "low", "high")}
+    backup = rows["backup"].mask(sparse & rows["plan"].eq("hybrid"), 1 / 8)
+    rows = rows.assign(ratio=rows["ratio"].mask(sparse, ratio), backup=backup, **spread)
+    return pd.concat([rows, *more], ignore_index=True)
 
 
-def slower(rows):
-    """A ratio of one half for whole models."""
-    return rows.assign(ratio=rows["ratio"] / 4)
+slower = changed("ratio", lambda rows: rows["ratio"] / 4)  # one half for whole models
 
 
-def at_stronger_l1(change):
+@change_of_rows
+def at_stronger_l1(rows, change):
     """Whole models as they are, with more active neurons than the paper's, and with this change at a larger L1."""
-
-    def apply(rows):
-        whole = where(rows, op=schema.WHOLE_MODELS, l1=2e-5)
-        more = changed("mean_nnz", lambda rows: 90.0, op=schema.WHOLE_MODELS)(rows)
-        return pd.concat([more, change(whole).assign(l1=1e-4, item="stronger_" + whole["item"])], ignore_index=True)
-
-    return apply
+    whole = where(rows, op=schema.WHOLE_MODELS, l1=2e-5)
+    more = changed("mean_nnz", lambda rows: 90.0, op=schema.WHOLE_MODELS)(rows)
+    return pd.concat([more, change(whole).assign(l1=1e-4, item="stronger_" + whole["item"])], ignore_index=True)
 
 
-def also_by_layer(ratio):
+@change_of_rows
+def also_by_layer(rows, ratio):
     """A second plan with this improvement over dense, beside the paper's."""
-
-    def apply(rows):
-        others = rows[rows["op"].isin(schema.WHOLE_MODELS) & rows["plan"].ne("dense")].assign(
-            plan="by_layer", backup=None
-        )
-        return pd.concat([rows, gaining(ratio)(others).astype(others.dtypes)], ignore_index=True)
-
-    return apply
+    others = rows[rows["op"].isin(schema.WHOLE_MODELS) & rows["plan"].ne("dense")].assign(plan="by_layer", backup=None)
+    return pd.concat([rows, gaining(ratio)(others).astype(others.dtypes)], ignore_index=True)
 
 
 def growing(op, metric, smallest):
@@ -234,21 +211,18 @@ def growing(op, metric, smallest):
     return both(changed("ratio", lambda rows: smallest, **chosen), *(speeds if metric == "throughput" else ()))
 
 
-def gate_products(*packed):
+@change_of_rows
+def gate_products(rows, *packed):
     """The gate product alone takes 1 ms, and with packing these times: with 1024 tokens, 2048, 4096, ..."""
-
-    def apply(rows):
-        like = where(rows, op="ffn_forward", plan="twell").head(1)
-        added = []
-        for number, time in enumerate(packed):
-            tokens = 1024 << number
-            size = like.assign(tokens=tokens, hidden=2048, intermediate=5632, item=f"gate_{tokens}")
-            rate = 2 * tokens * 2048 * 5632 / 1e-3 / 1e12
-            added += [size.assign(op="gate_pack", metric="time", value=time)]
-            added += [size.assign(op="ceiling_matmul", metric="rate", plan="", backend="torch", value=rate)]
-        return pd.concat([rows, *added], ignore_index=True)
-
-    return apply
+    like = where(rows, op="ffn_forward", plan="twell").head(1)
+    added = []
+    for number, time in enumerate(packed):
+        tokens = 1024 << number
+        size = like.assign(tokens=tokens, hidden=2048, intermediate=5632, item=f"gate_{tokens}")
+        rate = 2 * tokens * 2048 * 5632 / 1e-3 / 1e12
+        added += [size.assign(op="gate_pack", metric="time", value=time)]
+        added += [size.assign(op="ceiling_matmul", metric="rate", plan="", backend="torch", value=rate)]
+    return pd.concat([rows, *added], ignore_index=True)
 
 
 LAYERS = tuple(range(9))
@@ -458,10 +432,7 @@ def test_no_rows_at_all(nothing):
 
 
 def test_an_error_of_a_computation_is_named(sweep, monkeypatch):
-    def broken(evidence):
-        return 1 / 0
-
-    monkeypatch.setitem(claims.TESTS, "silu", broken)
+    monkeypatch.setitem(claims.TESTS, "silu", lambda evidence: 1 / 0)
     with pytest.warns(NotMade, match="claim silu"):
         claim = check("silu", sweep)
     assert claim.verdict == UNTESTED
