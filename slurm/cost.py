@@ -60,7 +60,6 @@ def flops_per_token(model: ModelConfig, sequence: int) -> int:
 
 def tokens_per_second(model: ModelConfig, sequence: int) -> float:
     """Throughput of one GPU, at the rate of operations of the measured model that is nearest in size."""
-
     measured = [parse(TrainConfig, [f"model={name}"]) for name in MEASURED]
     nearest = min(measured, key=lambda other: abs(math.log(other.model.parameters / model.parameters)))
     operations = MEASURED[nearest.model.name] * flops_per_token(nearest.model, nearest.training.sequence_length)
