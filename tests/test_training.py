@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -214,7 +215,8 @@ CONTINUED = (
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_continues_bit_by_bit(make, precision):
+def test_a_run_continues_bit_by_bit(make, precision, caplog):
+    caplog.set_level("INFO")
     options = (*CONTINUED, f"training.precision={precision}", "run.checkpoint_every=100")
     whole = make(*options, name="whole")
     run(whole)
@@ -224,6 +226,7 @@ def test_a_run_continues_bit_by_bit(make, precision):
             run(with_values(parts, run={"max_steps": stop_after}))
         assert caught.value.exit_code == 85
     run(parts)
+    assert re.findall(r"continuing .* from step (\d+)", caplog.text) == ["3", "7"]
     assert_same_end(whole, parts)
 
 
