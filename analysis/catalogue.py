@@ -52,7 +52,7 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "blocks_training", "One block, forward and backward", partial(report.blocks, op="ffn_training"),
-        "The same with gradients. Backup is the paper's method.",
+        "The same with gradients.",
     ),
     Spec(
         "tuned", "One block after autotune, by the tokens of a call", report.tuned,

@@ -43,8 +43,8 @@ def autotune(
     single token, are measured on some of these tokens and may get another backend (`Plan.up_to`). The neurons of a
     block may be sorted by firing rate, in place: the function stays the same, and the checkpoint an ordinary one
     (`twell.tuning.order.restore_order` undoes it). A transformers configuration stores the plans: after
-    save_pretrained, from_pretrained and `sparsify`, `load_plans` restores them. A block takes seconds, most of
-    them under sustained load where dense products are about as fast.
+    save_pretrained, from_pretrained and `sparsify`, `load_plans` restores them. A block takes seconds, most of them
+    under sustained load where dense products are about as fast.
 
     In training mode give a micro-batch, between two steps, now and then: at first dense products are faster, later each
     block is sparse as soon as that saves time. A block takes some 0.1 s for each form: dense products, and a sparse

@@ -59,15 +59,15 @@ def choose(
     fewer: Ranges = ()
     if usable:
         x_MK = x.reshape(-1, x.shape[-1])
-        fastest, of_long_calls = {}, ""
+        fastest = {}
         sparse = usable[0] if best.backend == DENSE else best.backend
         for count in (count for count in COUNTS if count < len(x_MK)):
             some = x_MK[evenly_by_nonzeros(stats.nonzeros, count)]
             if times[best] * count >= LONG_CALL * len(x_MK):
-                if of_long_calls != best.backend:  # else longer ones have it, too
-                    tried = Plan(DENSE), replace(best, backend=sparse)
-                    of_long_calls = measured(tried, functools.partial(call, x=some), some, 0)[1].backend
-                fastest[count] = of_long_calls
+                tried = Plan(DENSE), replace(best, backend=sparse)
+                fastest[count] = measured(tried, functools.partial(call, x=some), some, 0)[1].backend
+                if fastest[count] == best.backend:
+                    break  # longer ones have it, too
                 continue
             calls = {name: call(replace(best, backend=name), some) for name in (DENSE, *usable)}
             costs = cold_costs(calls, x.device)
