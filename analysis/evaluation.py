@@ -40,12 +40,6 @@ GPU hours.
 
 # Studies that test the launcher.
 HELPERS = ("smoke", "six_runs")
-BY_HAND = """\
-is no study of this repository: these benchmarks and trainings were run by hand. Study `kernels` repeats the benchmarks
-of single blocks, `full_shapes` those of whole training steps and the 1.5B model (here also after 400 steps), and
-`kernels_in_training` the trainings of 0.5B.
-"""
-
 PROCESSORS = """\
 ## How far processors differ
 
@@ -80,9 +74,7 @@ Losses depend on the text: `experiments/DATA_CARD.md` names the text of the comm
 def page(results: Results) -> str:
     """The page as Markdown; `results` must hold the committed rows of all studies."""
     trained = choose.trainings(results.rows)
-    defined = comparison.studies()
-    by_hand = [f"`{name}`\n{BY_HAND}" for name in dict.fromkeys(results.rows["study"]) if name not in defined]
-    parts = [START, markdown(_studies(results.rows, trained)), "".join(by_hand), CHECKED]
+    parts = [START, markdown(_studies(results.rows, trained)), CHECKED]
     demo = where(trained, study="demo")
     parts.append(markdown(_losses(results.rows, demo)))
     parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))

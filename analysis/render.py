@@ -229,7 +229,8 @@ def notes(frame: pd.DataFrame) -> list[str]:
 
 
 def _which(row: pd.Series) -> str:
-    name = f"{row['scale']}{', SiLU,' if row.get('activation') == 'silu' else ''} at L1 {l1_label(row['l1'])}"
+    kind = ", SiLU," if row.get("activation") == "silu" else ", non-gated," if row.get("gated") == "no" else ""
+    name = f"{row['scale']}{kind} at L1 {l1_label(row['l1'])}"
     mitigation = row.get("modification", "none")
     return name if mitigation == "none" else f"{name} with {MODIFICATIONS[mitigation]}"
 

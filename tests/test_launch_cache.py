@@ -107,6 +107,28 @@ def test_other_options_have_another_call_key(repeats, problem, options):
     assert repeats["called"] == 0
 
 
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_leading_hot_neurons_are_added_to_what_comes_from_the_cache(repeats, problem, monkeypatch, shape, gated):
+    x, gate, up, down = problem._replace(x=problem.x.view(shape), w_gate=problem.w_gate if gated else None)
+    first, _ = call((x, gate, up, down), hot=8)
+    every = run_ffn(x, gate, up, down, backend="dense", stats=False)[0]
+    torch.testing.assert_close(first, every)
+    monkeypatch.setattr(registry, "resolve", lambda *_: pytest.fail("nothing is left to decide"))
+    again, _ = call((x, gate, up, down), hot=8)
+    leading = run_ffn(x, gate[:8] if gated else None, up[:8], down[:, :8], backend="dense", stats=False)[0]
+    torch.testing.assert_close(again, leading + 7)
+    assert repeats == {"prepared": 1, "called": 1}
+
+
+@pytest.mark.parametrize("given", [{"hot": 40}, {"hot": 8, "backend": "auto"}, {"hot": torch.arange(8)}])
+def test_other_hot_neurons_are_split_in_each_call(repeats, problem, given):
+    wanted = call(problem, backend="dense")[0]
+    for _ in range(2):
+        torch.testing.assert_close(call(problem, **given)[0], wanted)
+    assert repeats["called"] == 0
+
+
 def test_an_observed_call_does_not_bypass_the_dispatcher(repeats, problem):
     call(problem)
     wanted = problem._replace(

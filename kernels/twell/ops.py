@@ -216,19 +216,40 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
     """(y, None) of an inference call that is dense or was prepared before, which takes a fraction of the time on the
     host. Else (None, a key under which to prepare the call for its next repetition, or None)."""
     x, w_gate, w_up, w_down = inputs
-    plan = call.plan
-    backend = plan.backend_for(math.prod(x.shape[:-1])) if plan.up_to else plan.backend
+    plan, tokens = call.plan, math.prod(x.shape[:-1])
+    backend = plan.backend_for(tokens) if plan.up_to else plan.backend
     if plan.hot or backend == registry.DENSE:
         check_problem(x, w_gate, w_up, w_down)
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
-    if plan.hot and not registry.has_few_tokens(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
-        return None, None
-    if plan.screened and math.prod(x.shape[:-1]) >= SCREENS_FROM:
+    if plan.screened and tokens >= SCREENS_FROM:
         return None, None  # what is prepared does not screen
+    if plan.hot and not registry.has_few_tokens(backend, tokens, w_up.shape[1]):
+        return _with_prefix_at_once(backend, inputs, call), None
     key = launch_cache.call_key(backend, call.activation, inputs)
     prepared = None if key is None else LAUNCHES.get(key)
     return (None, key) if prepared is None else (prepared(x), None)
+
+
+def _with_prefix_at_once(backend: str, inputs: Inputs, call: Call) -> Tensor | None:
+    """y of a call with leading hot neurons where that of the others was prepared before."""
+    x, count = inputs[0], call.plan.leading
+    if not count or backend == registry.AUTO:
+        return None
+    x_MK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    others, leading = _split((x_MK, *inputs[1:]), count)
+    y_MK, _ = _at_once(others, Call(Plan.of(backend), call.activation))
+    if y_MK is None:
+        return None
+    hot_split.add_prefix(registry.get(backend), x_MK, leading, Forward(y_MK), call.activation)
+    return y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
+
+
+def _split(inputs: Inputs, count: int) -> tuple[Inputs, Weights]:
+    """(x and the weights of all neurons but the leading ones; the weights of those)."""
+    x, w_gate, w_up, w_down = inputs
+    gate, others = (None, None) if w_gate is None else (w_gate[:count], w_gate[count:])
+    return (x, others, w_up[count:], w_down[:, count:]), Weights(gate, w_up[:count], w_down[:, :count].t())
 
 
 def _hot_of(name: str, x: Tensor, neurons: int, call: Call, training: bool) -> tuple[Tensor | None, int]:
@@ -252,9 +273,8 @@ def _hot_of(name: str, x: Tensor, neurons: int, call: Call, training: bool) -> t
 def _prefix_split(name: str, operands: Operands, options: Options) -> Forward:
     """The forward of x [M, K] without gradients: the leading neurons by dense products, the others by the sparse
     backend."""
-    x, w_gate, w_up, w_down, _, l1_weight = operands
-    count = options.leading
-    others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
+    count, l1_weight = options.leading, operands.l1_weight
+    others, leading = _split(operands[:4], count)
     of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
     plan = Plan(name, screened=options.screened) if options.screened else Plan.of(name)  # that one exists
     y, rest = compute(others, Call(plan, options.activation, options.stats, l1_weight=of_others))
@@ -262,8 +282,8 @@ def _prefix_split(name: str, operands: Operands, options: Options) -> Forward:
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
-    leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t(), of_prefix)
-    return hot_split.add_prefix(registry.get(name), x, leading, whole, options.activation)
+    leading = leading._replace(l1=of_prefix)
+    return hot_split.add_prefix(registry.get(name), operands.x, leading, whole, options.activation)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

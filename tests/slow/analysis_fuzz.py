@@ -161,7 +161,7 @@ def reduce(source: Path, out: Path) -> Path:
     positions, tokens and neurons; every operation and metric."""
     out.mkdir(parents=True)
     with (source / "rows.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["l1"] in KEPT_L1 and row["item"] != "kernels_gated_small"]
+        rows = [row for row in csv.DictReader(file) if row["l1"] in KEPT_L1]
     write_rows(out / "rows.csv", rows)
     items = {row["item"] for row in rows}
     for path in source.glob("*.parquet"):

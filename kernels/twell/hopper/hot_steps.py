@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import hot_split
 from ..interface import RELU2, SILU, Cold, Forward, Gradients, HotRows, Weights
+from ..launch_cache import LAUNCHES
 from ..memory import H_AT_ONCE, in_rows, is_aligned
 from . import driver, inference
 from .inference import CLUSTER, ROWS
@@ -136,23 +137,20 @@ def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | Non
     if tokens < H_AT_ONCE or count % _VECTOR:
         return None
     x, gate, up, h = in_rows(x), in_rows(gate), in_rows(up), x.new_empty((tokens, count))
-    parameters = HotHiddenParams(
-        map_x=_tensor_map(x, ROWS),
-        map_gate=_tensor_map(gate, ROWS),
-        map_up=_tensor_map(up, ROWS),
-        map_h=_tensor_map(h, ROWS // 2),
-        M=tokens,
-        H=count,
-        K=x.shape[1],
-    )
-    launched = hidden_kernel(index, activation)
-    launched.prepare(inference.product_grid(index), driver.stream(index), parameters)()
+    boxes = zip((x, gate, up, h), (ROWS, ROWS, ROWS, ROWS // 2), strict=True)
+    maps = tuple((matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, rows) for matrix, rows in boxes)
+    _launch_hidden((hidden_kernel(index, activation), index, driver.stream(index), maps))()
     return h
 
 
-def _tensor_map(matrix: Tensor, box_rows: int) -> bytes:
-    rows, columns = matrix.shape
-    return driver.tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0) * 2, box_rows)
+@LAUNCHES.kept
+def _launch_hidden(arguments: tuple) -> driver.Launch:
+    """Prepared launch, kept like that of `gate_pack`."""
+    kernel, index, stream, maps = arguments
+    (_, tokens, hidden, *_), (_, count, *_), *_ = maps
+    of_x, of_gate, of_up, of_h = (driver.tensor_map(*each) for each in maps)
+    parameters = HotHiddenParams(of_x, of_gate, of_up, of_h, tokens, count, hidden)
+    return kernel.prepare(inference.product_grid(index), stream, parameters)
 
 
 def hidden_macros(activation: str) -> dict[str, int]:
