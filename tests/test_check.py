@@ -128,12 +128,9 @@ def test_the_evaluators_page_has_the_demos_losses_and_the_studies_without_rows()
     assert "| sizes | – |" in text
     assert "| gpu | – | – | – | none yet |" in text
     assert "smoke" not in text
-    assert "run by hand" not in text
 
 
-def test_the_evaluators_page_names_parts_with_rows_and_rows_without_a_study():
+def test_the_evaluators_page_names_parts_with_rows():
     results = load(FIGURES / "demo")
-    rows = results.rows.assign(study=["scaled" if op == "train" else "h200" for op in results.rows["op"]])
-    text = evaluation.page(dataclasses.replace(results, rows=rows))
+    text = evaluation.page(dataclasses.replace(results, rows=results.rows.assign(study="scaled")))
     assert "| gpu | – | – | – | those of its parts: scaled (1 of 7) |" in text
-    assert "\n`h200`\nis no study" in text
