@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import run_ffn
 
-from twell import launch_cache, memory, registry
+from twell import launch_cache, memory, ops, registry
 from twell.backends import hopper
 from twell.hopper import driver, few, hot_steps, inference, params
 from twell.hopper.screen import TILE
@@ -121,12 +121,35 @@ def test_leading_hot_neurons_are_added_to_what_comes_from_the_cache(repeats, pro
     assert repeats == {"prepared": 1, "called": 1}
 
 
-@pytest.mark.parametrize("given", [{"hot": 40}, {"hot": 8, "backend": "auto"}, {"hot": torch.arange(8)}])
+@pytest.mark.parametrize(
+    "given",
+    [{"hot": 40}, {"hot": 8, "backend": "auto"}, {"hot": torch.arange(8)}, {"hot": 8, "up_to": ((6, "dense"),)}],
+)
 def test_other_hot_neurons_are_split_in_each_call(repeats, problem, given):
     wanted = call(problem, backend="dense")[0]
+    call(problem, hot=8)
     for _ in range(2):
         torch.testing.assert_close(call(problem, **given)[0], wanted)
     assert repeats["called"] == 0
+
+
+@pytest.mark.parametrize("given", [{"hot": 8, "screened": 33}, {"hot": 41}, {"screened": 41}])
+def test_a_plan_that_does_not_fit_is_refused_although_its_call_was_prepared(repeats, problem, given):
+    for hot in (0, 8):
+        call(problem, hot=hot)
+    with pytest.raises(ValueError, match="must"):
+        call(problem, **given)
+
+
+def test_screened_neurons_are_not_prepared(repeats, problem, monkeypatch):
+    monkeypatch.setattr(ops, "SCREENS_FROM", 6)
+    for _ in range(3):
+        call(problem, hot=8, screened=4)
+    assert repeats["called"] == 0
+    few = problem._replace(x=problem.x[:5])
+    for _ in range(2):
+        call(few, hot=8, screened=4)
+    assert repeats["called"] == 1
 
 
 def test_an_observed_call_does_not_bypass_the_dispatcher(repeats, problem):
@@ -347,9 +370,15 @@ def test_hidden_of_hot_neurons_is_one_launch(launched, activation):
         (h.data_ptr(), 9000, 136, 272, 64),
         *(9000, 136, 64),
     )
+    copy = inner.clone()  # at another address
+    for gate, up, launches in ((inner[:136], inner[136:], 1), (copy[:136], copy[136:], 2)):
+        again = hot_steps.hidden(x, gate, up, activation)
+        assert len(launched) == launches + 1
+        given = params.HotHiddenParams(*launched[-1][4:])
+        assert [given.map_gate[0], given.map_up[0], given.map_h[0]] == [t.data_ptr() for t in (gate, up, again)]
     assert hot_steps.hidden(x[:8191], inner[:136], inner[136:], activation) is None
     assert hot_steps.hidden(x, inner[:135], inner[135:270], activation) is None
-    assert len(launched) == 1
+    assert len(launched) == 3
 
 
 def _relative(parameters, workspace, y):

@@ -72,10 +72,15 @@ def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
+def is_prepared_for(x: Tensor) -> bool:
+    """Whether calls with x [..., K] are prepared; in pieces they take longer on the device than on the host."""
+    return 0 < x.numel() <= PIECE * x.shape[-1] and x.is_contiguous()
+
+
 def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weights) -> None:
     """Prepare this call for its next repetition, if the backend can. The operands are checked and match the key."""
     make = registry.get(backend).prepare
-    if make is None or not x.numel() or not x.is_contiguous() or x.numel() > PIECE * x.shape[-1]:
-        return  # the last: a call in pieces takes longer on the device than on the host
+    if make is None or not is_prepared_for(x):
+        return
     if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
         LAUNCHES.put(key, run)

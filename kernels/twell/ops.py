@@ -218,8 +218,10 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
     x, w_gate, w_up, w_down = inputs
     plan, tokens = call.plan, math.prod(x.shape[:-1])
     backend = plan.backend_for(tokens) if plan.up_to else plan.backend
-    if plan.hot or backend == registry.DENSE:
+    if plan.hot or plan.screened or backend == registry.DENSE:
         check_problem(x, w_gate, w_up, w_down)
+    if plan.of_sorted:
+        plan.check_fits(w_up.shape[0])
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
     if plan.screened and tokens >= SCREENS_FROM:
@@ -234,7 +236,7 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
 def _with_prefix_at_once(backend: str, inputs: Inputs, call: Call) -> Tensor | None:
     """y of a call with leading hot neurons where that of the others was prepared before."""
     x, count = inputs[0], call.plan.leading
-    if not count or backend == registry.AUTO:
+    if not count or backend == registry.AUTO or not launch_cache.is_prepared_for(x):
         return None
     x_MK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     others, leading = _split((x_MK, *inputs[1:]), count)
