@@ -71,11 +71,17 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "frontier", "Trained and timed", report.frontier,
-        "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time and energy of "
-        "the compiled forward, of the blocks (pruned: without silent neurons) and of a training step: of sparse models "
-        "over dense products of their own weights in the same run, of dense ones and other widths over the widest with "
-        "ReLU. Then cross-entropy over the least of dense models, ReLU or SiLU, at the same forward time (figure J); a "
-        "win or loss where that of held-out text is more than its interval.",
+        "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time of the "
+        "compiled forward: of sparse models over dense products of their own weights in the same run, of dense ones "
+        "and other widths over the widest with ReLU. Then cross-entropy over the least on a straight line between two "
+        "dense models, ReLU or SiLU, at the same forward time (figure J); a win or loss where that of held-out text is "
+        "more than its interval over seeds.",
+    ),
+    Spec(
+        "frontier_costs", "Trained and timed: what else it costs", report.frontier_costs,
+        "In percent of dense as above: energy of the forward; time of the blocks alone (pruned: without silent "
+        "neurons); time and peak memory of a training step after the training; time of the whole training, which ran "
+        "with dense products, over that of the widest with ReLU.",
     ),
     Spec(
         "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,

@@ -245,7 +245,6 @@ def frontier(results: Results) -> pd.DataFrame:
     columns = {
         "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
         "change": "loss_change_pct", "train_change": "train_loss_change_pct", "time": "forward_pct",
-        "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
         "beyond": "beyond_dense_pct", "beyond_ci95": "beyond_dense_pct_ci95",
         "train_beyond": "train_beyond_dense_pct",
     }  # fmt: skip
@@ -254,6 +253,16 @@ def frontier(results: Results) -> pd.DataFrame:
         change, half = table["beyond_dense_pct"], table["beyond_dense_pct_ci95"]
         table["verdict"] = np.select([change < -half, change > half, change.abs() <= half], ["win", "loss", "draw"], "")
     return table
+
+
+def frontier_costs(results: Results) -> pd.DataFrame:
+    """What the models of figure J cost, in percent of dense."""
+    columns = {
+        "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
+        "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
+        "memory": "step_memory_of_dense_pct", "training": "whole_training_pct",
+    }  # fmt: skip
+    return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
 
 
 def narrow(results: Results) -> pd.DataFrame:

@@ -18,8 +18,8 @@ from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.study.definition import load_study
 
 # Tokens per second of one training that has an H200 to itself, with torch.compile, by preset: docs/log/2026-11-22.md
-# (21m), and items kernels_in_training/0.5b_backend_dense of paper_figures/h200 (0.5b).
-MEASURED = {"21m": 1_930_000.0, "0.5b": 162_000.0}
+# (21m), and of paper_figures/h200 items 56m and 120m of frontier and 0.5b_backend_dense of kernels_in_training.
+MEASURED = {"21m": 1_930_000.0, "56m": 1_061_000.0, "120m": 562_000.0, "0.5b": 162_000.0}
 MOST = 10_000_000  # tokens per second that an estimate may say: smaller models wait for the host
 # float32 weights and two moments of AdamW.
 CHECKPOINT_BYTES = 12

@@ -24,6 +24,7 @@ def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, own_dense=None, *
     rows = [
         run | {"op": "train", "metric": "validation_cross_entropy", "value": loss},
         run | {"op": "train", "metric": "cross_entropy", "value": loss - 0.1},
+        run | {"op": "train", "metric": "throughput", "value": 1 / neurons},
     ]
     timed = run | {"item": f"bench_{name}", "op": "model_forward"}
     sparse = columns.get("l1", 0) > 0
@@ -33,7 +34,8 @@ def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, own_dense=None, *
     for plan, backend, each in forms:
         form = timed | {"plan": plan, "backend": backend}
         rows += [form | {"metric": "throughput", "value": 1 / each}, form | {"metric": "energy", "value": 3.0 * each}]
-        rows += [form | {"op": "model_training", "metric": "throughput", "value": 0.5 / each}]
+        step = form | {"op": "model_training"}
+        rows += [step | {"metric": "throughput", "value": 0.5 / each}, step | {"metric": "peak_memory", "value": each}]
     dense_blocks = blocks and (own_dense * 0.6 if sparse else blocks)
     slower = [("dense", dense_blocks), ("twell_ordered", blocks if sparse else blocks and 2 * blocks)]
     for plan, value in (*slower, ("twell_live", pruned)):
@@ -59,17 +61,18 @@ def test_losses_and_times_are_relative_to_the_widest_dense_model():
     sparse = data[data["kind"] == "L1, hot neurons exempt"].iloc[0]
     assert sparse["change"] == pytest.approx(1.0)
     assert sparse["train_change"] == pytest.approx(0.03 / 2.9 * 100)
-    assert (sparse["time"], sparse["energy"]) == (pytest.approx(70), pytest.approx(70))
+    assert sparse[["time", "energy", "step", "memory"]].tolist() == pytest.approx([70] * 4)
     assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
     base = data[data["intermediate"] == 96].query("l1 == 0").iloc[0]
     assert (base["change"], base["time"], base["seeds"]) == (0, 100, 1)
+    assert data.groupby("intermediate")["training"].mean().to_dict() == {48: 50, 96: 100}
 
 
 def test_a_sparse_model_is_relative_to_dense_products_on_the_same_card():
     """The card on which the sparse model was timed takes a tenth longer than that of the wide dense model."""
     timed = arm(3.03, 7.7, 96, blocks=4.4, pruned=2.2, own_dense=11.0, **SPARSE)
     sparse = points(results(*DENSE, timed)).set_index("kind").loc["L1, hot neurons exempt"]
-    assert sparse[["time", "energy", "step"]].tolist() == pytest.approx([70, 70, 70])
+    assert sparse[["time", "energy", "step", "memory"]].tolist() == pytest.approx([70] * 4)
     assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
     assert sparse["beyond"] == pytest.approx((3.03 / 3.075 - 1) * 100)
     assert sparse["train_beyond"] == pytest.approx((2.93 / 2.975 - 1) * 100)
@@ -196,5 +199,6 @@ def test_the_table_has_the_points_of_the_figure():
     assert not drawn.missing
     assert_frame_equal(drawn.data, points(measured))
     assert table["loss_change_pct"].tolist() == points(measured)["change"].tolist()
+    assert report.frontier_costs(measured)["blocks_pct"].tolist() == points(measured)["blocks"].tolist()
     measured.rows = measured.rows[measured.rows["op"] != "model_training"]
-    assert "training_step_pct" not in report.frontier(measured)
+    assert "training_step_pct" not in report.frontier_costs(measured)

@@ -25,9 +25,11 @@ ARM = ["model", "activation", "modification", "l1"]
 TRAINING = [*ARM, "seed", "text", "tokens_trained"]
 SIZE = ["layers", "hidden"]
 SHAPE = [*SIZE, "text", "tokens_trained"]
-TIMES = ["time", "energy", "step", "blocks", "pruned"]
-OWN_DENSE = {"pruned": "dense_blocks"} | {name: f"dense_{name}" for name in TIMES[:-1]}  # of the same run
-MEANS = ["change", "train_change", *TIMES, "beyond", "train_beyond"]
+OWN_DENSE = {"pruned": "dense_blocks"} | {
+    name: f"dense_{name}" for name in ("time", "energy", "step", "memory", "blocks")
+}  # of the same run
+COSTS = [*OWN_DENSE, "training"]
+MEANS = ["change", "train_change", *COSTS, "beyond", "train_beyond"]
 
 
 @figure(
@@ -65,12 +67,13 @@ def points(results: Results) -> pd.DataFrame:
     that has them, the trainings with the most dense widths on one text, small sizes first.
 
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
-    cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
-    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone. The
-    times and energy of a sparse model with as many neurons are in percent of dense products of its own weights, which
-    its benchmark timed beside it on the same card. `beyond` and `train_beyond`: these cross-entropies in percent over
-    the least of dense models at the same measured time (below 0: sparse is better), NaN outside of the dense models'
-    times; the first with its 95% interval from `beyond_low` to `beyond_high`.
+    cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass, time of
+    the training `step` in its fastest form and its peak `memory`, `blocks` and `pruned` (without silent neurons) of the
+    blocks alone, time of the whole `training` as it ran. But for the last, a sparse model with as many neurons is in
+    percent of dense products of its own weights, which its benchmark timed beside it on the same card. `beyond` and
+    `train_beyond`: these cross-entropies in percent over the least of dense models at the same measured time (below 0:
+    sparse is better), NaN outside of the dense models' times; the first with its 95% interval from `beyond_low` to
+    `beyond_high`.
 
     Raises:
         NotMeasured: there are no dense models of several widths that were trained alike and timed.
@@ -96,30 +99,31 @@ def points(results: Results) -> pd.DataFrame:
 def _runs(rows: pd.DataFrame) -> pd.DataFrame:
     """One line for each training with its losses and times; one that was not timed has the mean times of its arm's
     other seeds, and is left out where there are none."""
-    losses = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy"))
+    kept = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy", "throughput"))
     keys = [*TRAINING, "layers", "hidden", "intermediate"]
-    runs = losses.pivot_table(index=keys, columns="metric", values="value").reset_index()
-    for measured in (_forward(rows), _step(rows), _blocks(rows)):
+    runs = kept.pivot_table(index=keys, columns="metric", values="value").reset_index()
+    runs["training"] = 1 / runs.get("throughput", pd.Series(np.nan, runs.index)).astype("float64")
+    forward = _fastest(rows, "model_forward", "time", "energy", "energy")
+    step = _fastest(rows, "model_training", "step", "peak_memory", "memory")
+    for measured in (forward, step, _blocks(rows)):
         runs = runs.merge(measured, on=TRAINING, how="left")
-    times = [*TIMES, *{*OWN_DENSE.values()}]
-    means = runs.groupby([name for name in TRAINING if name != "seed"])[times].transform("mean")
-    return runs.fillna({name: means[name] for name in times}).dropna(subset="time")
+    costs = [*COSTS, *{*OWN_DENSE.values()}]
+    means = runs.groupby([name for name in TRAINING if name != "seed"])[costs].transform("mean")
+    return runs.fillna({name: means[name] for name in costs}).dropna(subset="time")
 
 
-def _forward(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time and energy of the fastest forward of each model, and of the fastest dense one."""
+def _fastest(rows: pd.DataFrame, op: str, time: str, metric: str, beside: str) -> pd.DataFrame:
+    """The time of each model's fastest form and, as `beside`, this metric of it; with `dense_` before their names those
+    of its fastest dense form."""
     same = ["study", "item", "pattern", "plan", "backend", "tokens"]
-    energy = where(rows, op="model_forward", metric="energy")[[*same, "value"]].rename(columns={"value": "energy"})
-    forward = where(rows, op="model_forward", metric="throughput").merge(energy, on=same, how="left")
-    return _with_dense(
-        forward.assign(time=1 / forward["value"].astype("float64")).sort_values("time"), "time", "energy"
+    other = where(rows, op=op, metric=metric)[[*same, "value"]].rename(columns={"value": beside})
+    timed = where(rows, op=op, metric="throughput").merge(other, on=same, how="left")
+    timed = timed.assign(**{time: 1 / timed["value"].astype("float64")}).sort_values(time)
+    first, dense = (
+        lines.drop_duplicates(TRAINING).set_index(TRAINING)[[time, beside]]
+        for lines in (timed, where(timed, plan="dense"))
     )
-
-
-def _step(rows: pd.DataFrame) -> pd.DataFrame:
-    """The time of each model's fastest training step, and of the fastest dense one."""
-    steps = where(rows, op="model_training", metric="throughput")
-    return _with_dense(steps.assign(step=1 / steps["value"].astype("float64")).sort_values("step"), "step")
+    return first.join(dense.add_prefix("dense_")).reset_index()
 
 
 def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
@@ -134,14 +138,6 @@ def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
         for name, part in parts.items()
     }
     return pd.DataFrame(each, columns=list(parts)).rename_axis(TRAINING).reset_index()
-
-
-def _with_dense(timed: pd.DataFrame, *names: str) -> pd.DataFrame:
-    """These columns of each training's first line, and of its first dense one with `dense_` before their names."""
-    first, dense = (
-        lines.drop_duplicates(TRAINING).set_index(TRAINING)[[*names]] for lines in (timed, where(timed, plan="dense"))
-    )
-    return first.join(dense.add_prefix("dense_")).reset_index()
 
 
 def _relative(runs: pd.DataFrame) -> pd.DataFrame:
@@ -159,7 +155,8 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
     )
     paired = (runs["l1"] > 0) & (runs["intermediate"] == base["intermediate"])
     over = {name: runs[dense].where(paired, base[dense]) for name, dense in OWN_DENSE.items()}
-    runs = runs.assign(**{name: runs[name] / over[name] * 100 for name in TIMES})
+    over["training"] = base["training"]
+    runs = runs.assign(**{name: runs[name] / over[name] * 100 for name in COSTS})
     return runs.assign(beyond=_over(runs, "validation_cross_entropy"), train_beyond=_over(runs, "cross_entropy"))
 
 
