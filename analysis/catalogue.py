@@ -56,8 +56,7 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "tuned", "One block after autotune, by the tokens of a call", report.tuned,
-        "Speed over the fastest dense implementation. Below 1, autotune left the block dense, and the call differs by "
-        "noise or by host time.",
+        "Speed over the fastest dense implementation. Below 1: noise, or the call waits for the host.",
     ),
     Spec(
         "layers_together", "All blocks of trained models, forward", report.layers_together,
@@ -74,8 +73,8 @@ OVERVIEW: tuple[Spec, ...] = (
         "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time of the "
         "compiled forward: of sparse models over dense products of their own weights in the same run, of dense ones "
         "and other widths over the widest with ReLU. Then cross-entropy over the least on a straight line between two "
-        "dense models, ReLU or SiLU, at the same forward time (figure J); a win or loss where that of held-out text is "
-        "more than its interval over seeds.",
+        "dense models, ReLU or SiLU, at the same forward time (figure J; a dash: none is as slow); a win or loss where "
+        "that of held-out text is more than its interval over seeds.",
     ),
     Spec(
         "frontier_costs", "Trained and timed: what else it costs", report.frontier_costs,

@@ -140,7 +140,7 @@ COLUMNS: dict[str, Column] = {
     "text_speed": Column("speed on text", 2),
     "random_active": Column("active on random ids", significant=3),
     "random_speed": Column("speed on random ids", 2),
-    "fp8_error_pct": Column("its error (%)", 0),
+    "fp8_error_pct": Column("its relative error (%)", 0),
     "graph": Column("CUDA graph"),
     "fewest": Column("fewest active", significant=3),
     "most": Column("most active", significant=3),
