@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn, sparsify
+from twell import Plan, available_backends, registry, sparse_ffn, sparsify
 from twell.backends import dense
 from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
@@ -21,8 +21,13 @@ from twell.testing import Problem, check, evaluate, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-BACKENDS = ("dense", "reference")
 FORWARD, BACKWARD = torch.ops.twell.sparse_ffn.default, torch.ops.twell.sparse_ffn_backward.default
+
+
+@pytest.fixture(params=["dense", "reference"])
+def backend(request):
+    """Each backend that runs on a CPU."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +38,14 @@ def _fresh_compiler():
 # Inputs
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (30, 16), (2, 3, 16), (2, 1, 3, 4, 16), (0, 16), (3, 0, 16)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_any_leading_dimensions(backend, shape, gated):
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_any_leading_dimensions(backend, shape, gated, activation):
     _, gate, up, down = make(gated)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    y, stats = run_ffn(x, gate, up, down, backend=backend)
-    wanted, l1 = plain_ffn(x, gate, up, down)
+    y, stats = run_ffn(x, gate, up, down, backend=backend, activation=activation)
+    wanted, l1 = plain_ffn(x, gate, up, down, activation)
     assert y.shape == x.shape
     assert relative_error(y, wanted) < 1e-14
     assert relative_error(stats.l1, l1) < 1e-14  # 0 for zero tokens
@@ -66,7 +71,6 @@ def test_the_gradient_of_dense_down_weights_is_made_in_their_layout(by_neuron):
     torch.testing.assert_close(gradient, h.t() @ dy)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs(backend):
     x, gate, up, down = make()
     strided = Problem(
@@ -86,7 +90,6 @@ def test_strided_inputs(backend):
     assert relative_error(y, run_ffn(x[:1], gate, up, down)[0].expand(5, 16)) < 1e-14
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients_exactly_where_they_are_asked_for(backend, gated):
     problem, dy = make(gated), torch.randn(30, 16, dtype=torch.float64)
@@ -120,14 +123,12 @@ def test_gradients_of_a_call_past_its_capacity_are_those_of_its_pieces(gated, ac
             assert relative_error(piece, expected) < 1e-13
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_l1_or_only_y_reaches_the_loss(backend):
     problem = make()
-    for use in ("y", "l1"):
+    for used in (0, 1):
         ours, plain = leaves(problem), leaves(problem)
-        results = dict(zip(("y", "l1"), y_and_l1(*ours, backend=backend), strict=True))
-        results[use].sum().backward()
-        dict(zip(("y", "l1"), plain_ffn(*plain), strict=True))[use].sum().backward()
+        y_and_l1(*ours, backend=backend)[used].sum().backward()
+        plain_ffn(*plain)[used].sum().backward()
         for name in ("x", "w_gate", "w_up"):
             assert relative_error(getattr(ours, name).grad, getattr(plain, name).grad) < 1e-13
 
@@ -159,24 +160,19 @@ def test_neurons_have_weights_in_the_l1_term(plan, gated, activation, compiled):
     check(run, problem, None, 0.0, activation, weight)
 
 
-@pytest.mark.parametrize(
-    ("weight", "error", "message"),
-    [
-        (torch.ones(39), ValueError, r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu"),
-        (torch.ones(40, dtype=torch.int64), TypeError, "l1_weight must be a floating tensor"),
-    ],
-)
-def test_weights_of_the_l1_term_that_cannot_be_used(weight, error, message):
-    with pytest.raises(error, match=message):
-        run_ffn(*make(), l1_weight=weight)
-    with pytest.raises(error, match=message):
-        SparseFeedForward(16, 40).l1_weight = weight
-
-
-def test_dense_without_stats_is_plain_torch_bit_for_bit():
-    for dtype in (torch.float32, torch.bfloat16):
-        problem = make(dtype=dtype)
-        assert torch.equal(sparse_ffn(*problem, plan="dense"), plain_ffn(*problem)[0])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_is_plain_torch_bit_for_bit(dtype, gated, activation):
+    problem = make(gated, dtype)
+    ours, plain = (
+        evaluate(functools.partial(f, activation=activation), problem, upstream(problem))
+        for f in (functools.partial(y_and_l1, backend="dense"), plain_ffn)
+    )
+    assert torch.equal(ours["y"], plain["y"])
+    assert torch.equal(sparse_ffn(*problem, activation, "dense"), plain["y"])
+    for name in plain:
+        assert relative_error(ours[name], plain[name]) <= 8 * torch.finfo(dtype).eps, name
 
 
 @pytest.mark.parametrize("neurons", [1, 97, 128, 1000, 4096])
@@ -217,6 +213,9 @@ BAD = {
     "backup must be a share of the tokens from 0 to 1, got 1.5": {"backup": 1.5},
     "backup must be a share of the tokens from 0 to 1, got True": {"backup": True},
     "backup must be a share of the tokens from 0 to 1, got nan": {"backup": float("nan")},
+    "activation must be one of relu, relu2, got 'gelu'": {"activation": "gelu"},
+    r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu": {"l1_weight": torch.ones(39)},
+    "l1_weight must be a floating tensor": {"l1_weight": torch.ones(40, dtype=torch.int64)},
 }
 
 
@@ -230,7 +229,6 @@ def test_bad_input_says_what_came_and_what_is_wanted(message):
 # Autograd
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_second_derivative_raises(backend):
     problem = leaves(make())
     y, l1 = y_and_l1(*problem, backend=backend)
@@ -240,15 +238,11 @@ def test_second_derivative_raises(backend):
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_activation_checkpointing_and_compile(backend, activation):
     problem, dy = make(), torch.randn(30, 16, dtype=torch.float64)
-
-    def run(*operands):
-        return y_and_l1(*operands, backend=backend, activation=activation)
-
+    run = functools.partial(y_and_l1, backend=backend, activation=activation)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    wanted = evaluate(lambda *p: plain_ffn(*p, activation), problem, dy, 3.0)
+    wanted = evaluate(functools.partial(plain_ffn, activation=activation), problem, dy, 3.0)
     for function in (compiled, lambda *p: checkpoint(run, *p, use_reentrant=False)):
         got = evaluate(function, problem, dy, 3.0)
         for name in wanted:
@@ -264,7 +258,6 @@ def test_a_changed_weight_is_noticed_before_the_backward():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_gradients_nothing_is_saved(backend):
     problem = make()
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -279,7 +272,6 @@ def test_without_gradients_nothing_is_saved(backend):
 # Autocast
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_linear_does(backend, dtype):
     problem = leaves(make(dtype=torch.float32))
@@ -310,7 +302,6 @@ def test_autocast_leaves_float64_alone():
 # The registered operators
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("gated", "activation", "stats"), [(True, "relu", True), (True, "relu2", False), (False, "relu2", True)]
 )
@@ -323,7 +314,6 @@ def test_opcheck(backend, gated, activation, stats):
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("gated", "activation"),
     [(True, "relu"), *(pytest.param(gated, "relu2", marks=pytest.mark.slow) for gated in (True, False))],
@@ -337,7 +327,6 @@ def test_opcheck_of_the_backward(backend, gated, activation):
             torch.library.opcheck(BACKWARD, (*incoming, *problem, None, weight, saved, backend, needs, activation))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_saved_has_the_promised_shapes(backend):
     for tokens, neurons in ((30, 40), (0, 40), (9, 300), (3, 70_000)):
         if backend == "reference" and neurons > 65_536:
@@ -355,7 +344,6 @@ def test_what_is_saved_has_the_promised_shapes(backend):
 # torch.compile
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("stats", "how", "dtype", "most"),
     [
@@ -396,7 +384,6 @@ def test_compile_with_a_backup_that_changes(dynamic):
         assert all(relative_error(a.grad, b.grad) < 1e-13 for a, b in zip(ours, plain, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_statistics(backend):
     def statistics(*problem):
         return run_ffn(*problem, backend=backend)[1]
@@ -410,7 +397,6 @@ def test_compiled_statistics(backend):
     assert (got.backend, got.nonzeros.dtype, got.overflow.dtype) == (backend, torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_compile_under_autocast(backend):
     def forward(*problem):
         with torch.autocast("cpu", torch.bfloat16):
@@ -563,7 +549,6 @@ def test_sparse_backends_refuse_transformations_of_torch_func():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_export_takes_any_number_of_tokens(backend, strict):
     torch.manual_seed(0)
     block = make_block(16, 40, backend=backend).eval().requires_grad_(False)
@@ -590,43 +575,15 @@ def test_statistics_print_as_a_summary():
 
 # Squared ReLU, y = (relu(x Wg^T)^2 * (x Wu^T)) Wd^T
 
-squared = functools.partial(plain_ffn, activation="relu2")
 
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dense_squares_are_those_of_plain_torch_bit_for_bit(dtype, gated):
-    problem = make(gated, dtype)
-    ours, plain = (
-        evaluate(f, problem, upstream(problem))
-        for f in (lambda *p: y_and_l1(*p, activation="relu2", backend="dense"), squared)
-    )
-    assert torch.equal(ours["y"], plain["y"])
-    for name in plain:
-        assert relative_error(ours[name], plain[name]) <= 8 * torch.finfo(dtype).eps, name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_pattern_is_that_of_relu(backend, gated):
-    problem = make(gated)
-    _, ours = run_ffn(*problem, backend=backend, activation="relu2")
-    _, relu = run_ffn(*problem, backend=backend)
-    assert torch.equal(ours.nonzeros, relu.nonzeros)
-    assert torch.equal(ours.fired, relu.fired)
-    assert ours.l1 != relu.l1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     """relu(z) = 1e25 is finite in bfloat16, its square is not; its slope, 2e25, is."""
     problem = make(gated, torch.bfloat16)
     (problem.w_up if problem.w_gate is None else problem.w_gate)[7, 0] = 1e25  # x[:, 0] is 1
-    dy = upstream(problem)
     ours, plain = (
-        evaluate(lambda *p: y_and_l1(*p, activation="relu2", backend=backend), problem, dy),
-        evaluate(squared, problem, dy),
+        evaluate(functools.partial(f, activation="relu2"), problem, upstream(problem))
+        for f in (functools.partial(y_and_l1, backend=backend), plain_ffn)
     )
     assert not plain["y"].isfinite().any()
     for name in plain:
@@ -634,9 +591,7 @@ def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
     assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
 
 
-def test_another_activation_is_refused():
-    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
-        run_ffn(*make(), activation="gelu")
+def test_a_block_of_another_activation_is_refused():
     with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
         make_block(4, 8, activation="silu")
 

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -99,6 +101,10 @@ def test_the_example_for_gpus_with_a_type(tmp_path):
         ("gpu_box", ["kinds={train: [nodes=2]}"], "the local executor has one machine: nodes must be 1, got 2"),
         ("gpu_box", ["gpus=2", "runs_per_gpu=2"], "runs_per_gpu needs gpus=1: .* got 2"),
         ("slurm", ["kinds={train: [gpus=1, runs_per_gpu=2]}"], "runs_per_gpu must be 1 with slurm, .* got 2"),
+        ("slurm", ["nodes=-3"], "nodes must be at least 1, got -3$"),
+        ("slurm", ["memory_gb=nan"], "memory_gb must be a finite number, got nan$"),
+        ("slurm", ["memory_gb=1e300"], r"memory_gb must be at most 100000, got 1e\+300$"),
+        ("slurm", ["kinds={train: [nodes=0]}"], "kinds.train: nodes must be at least 1, got 0$"),
         ("moon", [], "there is none in .*; there are: debug, gpu_box, local, slurm"),
         ("other.yaml", [], "there is no such file"),
     ],
@@ -106,6 +112,13 @@ def test_the_example_for_gpus_with_a_type(tmp_path):
 def test_a_wrong_cluster_is_refused(name, overrides, message):
     with pytest.raises(ConfigError, match=f"(?s)^cluster={name}: .*{message}"):
         load_cluster(name, overrides)
+
+
+def test_a_wrong_field_of_a_file_is_named_with_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("nodes: -3\n")
+    with pytest.raises(ConfigError, match=rf"^cluster={path}: nodes \(in {path}\) must be at least 1, got -3$"):
+        load_cluster(str(path))
 
 
 @pytest.mark.parametrize(
@@ -123,42 +136,22 @@ def test_a_wrong_cluster_is_refused(name, overrides, message):
         (["qos=high", "sbatch={qos: low}"], "qos and sbatch qos"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_before_submission(overrides, pair):
-    fields = [f"cluster.{override}" for override in overrides]
+def test_options_that_exclude_each_other_are_refused(overrides, pair):
     with pytest.raises(ConfigError, match=f"^cluster=slurm: of these sbatch takes only one, got '{pair}'$"):
-        read_request(["study=six_runs", "cluster=slurm", *fields, "--dry-run"])
+        load_cluster("slurm", overrides)
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("name", "overrides"),
     [
-        ["gpus=1", "sbatch={gres: 'nvme:1'}"],
-        ["gpus=0", "kinds={train: [gpus=0]}", "sbatch={gres: 'shard:1', mem-per-cpu: 4G}"],
-        ["sbatch={qos: low}"],
+        ("slurm", ["gpus=1", "sbatch={gres: 'nvme:1'}"]),
+        ("slurm", ["gpus=0", "kinds={train: [gpus=0]}", "sbatch={gres: 'shard:1', mem-per-cpu: 4G}"]),
+        ("slurm", ["sbatch={qos: low}"]),
+        ("debug", ["minutes=2"]),  # without a process of its own, a run has no signal to wait for
     ],
 )
-def test_options_of_sbatch_that_no_field_says_are_taken(overrides):
-    load_cluster("slurm", overrides)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("nodes=-3", "nodes must be at least 1, got -3"),
-        ("memory_gb=nan", "memory_gb must be a finite number, got nan"),
-        ("memory_gb=1e300", r"memory_gb must be at most 100000, got 1e\+300"),
-        ("kinds={train: [nodes=0]}", "kinds.train: nodes must be at least 1, got 0"),
-    ],
-)
-def test_a_field_of_a_cluster_has_a_range(override, message, tmp_path):
-    with pytest.raises(ConfigError, match=rf"^cluster=slurm: {message}$"):
-        read_request(["study=six_runs", "cluster=slurm", f"cluster.{override}"])
-    name, _, value = override.partition("=")
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"{name}: {value}\n")
-    where = message.replace(name, rf"{name} \(in {path}\)", 1) if name != "kinds" else message
-    with pytest.raises(ConfigError, match=rf"^cluster={path}: {where}$"):
-        load_cluster(str(path))
+def test_what_contradicts_nothing_is_taken(name, overrides):
+    load_cluster(name, overrides)
 
 
 @pytest.mark.parametrize("cls", [ClusterConfig, StatusConfig, LogConfig])
@@ -170,10 +163,6 @@ def test_every_number_of_the_launcher_has_a_range_which_help_shows(cls):
             assert allowed.minimum is not None, field.name
             _, _, after = text.partition(f"{field.name}={'null' if field.default is None else field.default} ")
             assert after.partition(").")[0].endswith(f", {allowed}"), field.name
-
-
-def test_without_a_process_of_its_own_a_run_has_no_signal_to_wait_for():
-    assert load_cluster("debug", ["minutes=2"]).minutes == 2
 
 
 # --- command lines ---------------------------------------------------------------------------------------------------
@@ -197,6 +186,7 @@ def test_command_lines():
         (["cluster=local"], "wanted a module"),
         (["study=six_runs", "cluster=local", "cluster=debug"], "cluster is given 2 times"),
         (["study=six_runs", "clster=slurm"], "unknown option 'clster'; did you mean 'cluster'"),
+        (["study=six_runs", "cluster=slurm", "cluster.nodes=-3"], "^cluster=slurm: nodes must be at least 1, got -3$"),
         (["study=six_runs", "--dryrun"], "unknown option .--dryrun.: the only ones with dashes are --dry-run"),
         (["study=seven"], "study=seven: there is none in .*demo.*six_runs"),
     ],
@@ -266,6 +256,12 @@ def text_of(cluster, kind="train", count=1, **fields):
     return sbatch_text(cluster, slurm_parameters(cluster, kind, **options), Path("/runs/l1 sweep/.jobs"), count)
 
 
+def run_shell(folder, text):
+    """What bash says of these lines, in this folder."""
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    return subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+
+
 def test_an_sbatch_file():
     overrides = ["account=ours", "modules=[cuda/13.0]", "memory_gb=1.5", "parallel=3", "sbatch={mail-type: END}"]
     lines = text_of(load_cluster("slurm", overrides), count=8, dependency="afterok:17").splitlines()
@@ -311,9 +307,7 @@ def test_what_the_launcher_writes_is_not_given_again():
 )
 def test_a_command_that_fails_ends_the_job(tmp_path, override, ends):
     """`module` is not here."""
-    path = tmp_path / "job.sh"
-    path.write_text(text_of(load_cluster("slurm", [override])).replace("\nsrun ", "\npwd #srun "))
-    done = subprocess.run(["bash", path], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = run_shell(tmp_path, text_of(load_cluster("slurm", [override])).replace("\nsrun ", "\npwd #srun "))
     assert (done.returncode, done.stdout) == ((1, "") if ends else (0, "/\n")), done.stderr
 
 
@@ -324,16 +318,13 @@ def test_nothing_in_an_sbatch_file_is_run_by_accident(tmp_path):
     snapshot = Snapshot(tmp_path / "it's $(touch trap) here", odd)
     overrides = ["python=[/bin/true]", "executor=slurm", "partition=x; touch trap"]
     cluster = dataclasses.replace(load_cluster("slurm", overrides), environment={"ODD": odd})
-    text = text_of(cluster, snapshot=snapshot).replace("\nsrun ", "\nenv #srun ")
-    path = tmp_path / "job.sh"
-    path.write_text(text)
-    done = subprocess.run(["bash", path], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = run_shell(tmp_path, text_of(cluster, snapshot=snapshot).replace("\nsrun ", "\nenv #srun "))
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
     assert f"ODD={odd}" in found
     assert f"TWELL_REVISION={odd}" in found
     assert f"PYTHONPATH={snapshot.path}:{snapshot.path}/kernels" in found
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.sh"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dry_run_submits_nothing(tmp_path, monkeypatch):
@@ -399,15 +390,19 @@ def git(root, *arguments):
     return done.stdout.strip()
 
 
+def commit_all(root, ignored=""):
+    (root / ".gitignore").write_text(ignored)
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "all")
+
+
 def files(snapshot):
     return sorted(str(path.relative_to(snapshot.path)) for path in snapshot.path.rglob("*") if path.is_file())
 
 
 def test_a_snapshot_is_what_was_there(repository, tmp_path):
-    git(repository, "init", "-q")
-    (repository / ".gitignore").write_text("ignored.py\n")
-    git(repository, "add", ".")
-    git(repository, "commit", "-q", "-m", "first")
+    commit_all(repository, "ignored.py\n")
     clean = take_snapshot(tmp_path / "code", repository)
     assert clean.revision == git(repository, "rev-parse", "HEAD")
     assert files(clean) == sorted([*(f"{name}/a.py" for name in CODE), "changes.diff", "snapshot.json"])
@@ -428,23 +423,23 @@ def test_a_snapshot_is_what_was_there(repository, tmp_path):
     assert (dirty.path / "slurm" / "a.py").read_text() == "# changed\n", "what was submitted stays as it was"
 
 
-def test_a_snapshot_without_git(repository, tmp_path):
+GITS = {
+    "none": lambda repository, monkeypatch: None,
+    "that of a folder around it, which ignores it": lambda repository, _: commit_all(repository.parent, "repository\n"),
+    "one that does not answer": lambda _, monkeypatch: monkeypatch.setattr(
+        "subprocess.run", Mock(side_effect=subprocess.TimeoutExpired("git", 60))
+    ),
+}
+
+
+@pytest.mark.parametrize("make_git", GITS.values(), ids=GITS)
+def test_a_snapshot_without_git(repository, tmp_path, monkeypatch, make_git):
     (repository / "slurm" / "__pycache__").mkdir()
     (repository / "slurm" / "__pycache__" / "a.pyc").write_text("")
+    make_git(repository, monkeypatch)
     snapshot = take_snapshot(tmp_path / "code", repository)
     assert snapshot.revision == "unknown"
-    assert "slurm/a.py" in files(snapshot)
-    assert not any("__pycache__" in name for name in files(snapshot))
-
-
-def test_a_repository_that_another_one_ignores_is_copied_without_git(repository, tmp_path):
-    git(tmp_path, "init", "-q")
-    (tmp_path / ".gitignore").write_text("repository\n")
-    git(tmp_path, "add", ".gitignore")
-    git(tmp_path, "commit", "-q", "-m", "around it")
-    snapshot = take_snapshot(tmp_path / "code", repository)
-    assert snapshot.revision == "unknown"
-    assert {f"{name}/a.py" for name in CODE} <= set(files(snapshot))
+    assert files(snapshot) == sorted([*(f"{name}/a.py" for name in CODE), "changes.diff", "snapshot.json"])
 
 
 def test_a_snapshot_of_nothing_is_refused(tmp_path):
@@ -453,32 +448,19 @@ def test_a_snapshot_of_nothing_is_refused(tmp_path):
     assert not (tmp_path / "code").exists()
 
 
-def test_a_git_that_does_not_answer_is_as_none(repository, tmp_path, monkeypatch):
-    def hang(command, **options):
-        raise subprocess.TimeoutExpired(command, 60)
-
-    monkeypatch.setattr("subprocess.run", hang)
-    assert take_snapshot(tmp_path / "code", repository).revision == "unknown"
-
-
 def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
     """Also when it lies inside of a repository that has moved on, and where the working folder has other code."""
     around = tmp_path / "around"
     (around / "slurm").mkdir(parents=True)
     (around / "slurm" / "a.py").write_text("raise SystemExit('the code of the working folder')")
-    git(around, "init", "-q")
-    git(around, "add", ".")
-    git(around, "commit", "-q", "-m", "other")
+    commit_all(around)
     snapshot = take_snapshot(around / "runs" / ".code", repository)
     (snapshot.path / "experiments" / "run").mkdir()
     source = Path(__file__).parent.parent / "experiments" / "run" / "environment.py"
     (snapshot.path / "experiments" / "run" / "environment.py").write_text(source.read_text())
     code = "from experiments.run.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
     script = "\n".join([*Snapshot(snapshot.path, "abc+dirty").exports(), f'python3 -c "{code}"'])
-    python = Path(__import__("sys").executable).parent
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=around, env={"PATH": f"{python}:/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    done = run_shell(around, script)
     assert done.stdout.strip() == "abc True", done.stderr
 
 

@@ -558,15 +558,19 @@ def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
             assert is_held(tmp_path)
 
 
-def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypatch):
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (json.dumps({"pid": os.getpid(), "host": "elsewhere"}), "the study was started on elsewhere: cancel it there"),
+        *((damaged, r"queue\.json is damaged .*: end the launcher by hand$") for damaged in ("{", "[]", "[" * 100_000)),
+    ],
+)
+def test_a_launcher_that_cannot_be_told_is_named(study, monkeypatch, record, message):
     """The lock of a shared folder is held here, too, but a process of that number is somebody else's."""
     locally(study)
-    (study / "queue.json").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    (study / "queue.json").write_text(record)
     monkeypatch.setattr("os.kill", lambda *arguments: pytest.fail(f"killed {arguments}"))
-    with (
-        exclusive(study, "study"),
-        pytest.raises(RunError, match="the study was started on elsewhere: cancel it there"),
-    ):
+    with exclusive(study, "study"), pytest.raises(RunError, match=message):
         run(cancel, study)
 
 
@@ -603,13 +607,6 @@ def test_accounting_knows_what_the_queue_forgot_and_an_earlier_report_does_not_c
     slurm_says({}, known)
     write_report(study / "a", report(study / "a", "failed", job="6", error="of the job before"))
     assert item_states(study, read_submission(study))["a"].reason == f"the job ended without a word ({said})"
-
-
-def test_the_first_failure_of_several_processes_is_shown(tmp_path):
-    write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t3", "ConnectionError: peer is gone"))
-    write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t2", "ValueError: the cause"), rank=2)
-    write_report(tmp_path, Report("6", "failed", "n", 0, (), "t0", "t1", "ValueError: of old"), rank=1)
-    assert read_report(tmp_path).error == "ValueError: the cause"
 
 
 def test_nothing_submitted(tmp_path):
@@ -674,18 +671,22 @@ def squeue(state, left="1:00:00"):
 
 
 @pytest.mark.parametrize(
-    ("says", "stop", "code"),
+    ("says", "stop", "cancelled", "code"),
     [
-        (squeue("RUNNING"), "SIGTERM", 255),
-        (squeue("RUNNING"), "SIGUSR2", 255),
-        (squeue("COMPLETING"), "SIGTERM", EXIT_STOPPED),
-        (squeue("RUNNING"), "", EXIT_STOPPED),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "SIGUSR2", EXIT_STOPPED),
+        (squeue("RUNNING"), "SIGTERM", None, 255),
+        (squeue("RUNNING"), "SIGUSR2", None, 255),
+        (squeue("RUNNING"), "SIGUSR2", "6_1", 255),  # an earlier job of the item
+        (squeue("RUNNING"), "SIGUSR2", "7_1", EXIT_STOPPED),
+        (squeue("COMPLETING"), "SIGTERM", None, EXIT_STOPPED),
+        (squeue("RUNNING"), "", None, EXIT_STOPPED),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "SIGUSR2", None, EXIT_STOPPED),
     ],
 )
-def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, says, stop, code):
-    """Not when it is being cancelled or requeued by someone (COMPLETING), for a limit of the run's own, nor when SLURM
-    has forgotten it."""
+def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, says, stop, cancelled, code):
+    """Not when `slurm.cancel` has stopped it, of which SLURM does not know yet, when it is being cancelled or requeued
+    by someone (COMPLETING), for a limit of the run's own, nor when SLURM has forgotten it."""
+    if cancelled is not None:
+        note_submitted(tmp_path, [Job("a", cancelled, "slurm", "log", now(), cancelled=True)])
     assert slurm_job(squeue=says, scontrol=f'echo "$*" > {tmp_path}/told', stop=stop) == code
     assert (tmp_path / "told").exists() == (code == 255)
     assert code != 255 or (tmp_path / "told").read_text() == "requeue 7_1\n"
@@ -736,13 +737,6 @@ def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, m
     assert raised == [signal.SIGUSR2]
 
 
-@pytest.mark.parametrize(("job", "code"), [("7_1", EXIT_STOPPED), ("6_1", 255)])
-def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job, job, code):
-    """SLURM does not know of the cancellation yet. That of an earlier job of the item does not count."""
-    note_submitted(tmp_path, [Job("a", job, "slurm", "log", now(), cancelled=True)])
-    assert slurm_job(squeue=squeue("RUNNING")) == code
-
-
 @pytest.fixture
 def measured(tmp_path, slurm_says):
     """A study of one measurement, which a job of SLURM has made with `tokens=512`; a second job, 9, makes it again with
@@ -757,9 +751,9 @@ def measured(tmp_path, slurm_says):
     write_submission(folder, Submission((new,), str(tmp_path), {}))
     note_submitted(folder, [Job("n_a", "9", "slurm", "log", now())])
 
-    def state(reported, seen=None, arguments=new.arguments, config="", job="9"):
+    def state(reported, seen=None, config=""):
         if reported is not None:
-            write_report(old.folder, Report(job, reported, "n", 0, arguments, now(), config=config))
+            write_report(old.folder, Report("9", reported, "n", 0, new.arguments, now(), config=config))
         slurm_says({"9": Seen(seen)} if seen else {})
         return item_states(folder, read_submission(folder))["n_a"]
 
@@ -776,7 +770,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
 
 
 def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
-    assert measured("done", config=config_digest(measured.old.folder), job="9").state is State.DONE, "it says so"
+    assert measured("done", config=config_digest(measured.old.folder)).state is State.DONE, "it says so"
     assert collect(measured.folder, measured.folder.with_suffix(".collected")) == {}, "of a study without trainings"
     save_config(config_of(measured.new), measured.old.folder / "config.yaml")
     assert measured(None).state is State.DONE, "made again by hand, with the options asked for"
@@ -865,7 +859,7 @@ def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, mo
     monkeypatch.setattr("slurm.job.LEAVE_SECONDS", 0.1)
     monkeypatch.setattr("os._exit", lambda code: left.set())
     (tmp_path / "a").mkdir()
-    for job, when, ended in (("6", now(), now()), ("7", "2000", "2001")):  # of another job, and before it began again
+    for job, when, ended in (("6", now(), "9999"), ("7", "2000", "2001")):  # of another job, and before it began again
         write_report(tmp_path / "a", Report(job, "failed", "n", 0, (), when, ended, "OSError: of old"), rank=int(job))
 
     def fail():
@@ -877,6 +871,7 @@ def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, mo
         exit_code(tmp_path)
     assert left.is_set()
     assert before == [False]
+    assert read_report(tmp_path / "a").error == "ValueError: the cause", "the first of the job's failures"
 
 
 def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
@@ -941,6 +936,13 @@ def test_a_record_that_cannot_be_read_leaves_the_progress_empty(study, in_slurm,
     assert [each["step"] for each in made] == ["", ""]
 
 
+def narrow(title, lines, room):
+    """The table on a terminal of 70 characters."""
+    terminal = io.StringIO()
+    Console(file=terminal, width=70).print(table(title, lines, room, 70))
+    return terminal.getvalue()
+
+
 def test_progress_is_shown(study, slurm_says):
     slurm_says({"7": Seen("RUNNING", "node[1-2]"), "8": Seen("PENDING")})
     write_report(study / "a", report(study / "a", "running"))
@@ -949,18 +951,15 @@ def test_progress_is_shown(study, slurm_says):
     title, made, _ = manage.lines(study)
     assert [*made[0].values()] == ["a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", ""]
     assert title == "study study: 2 items: 1 running, 1 queued"
-    shown = table(title, made, 1, 70)
-    assert shown.row_count == 1
-    assert "and 1 more" in shown.caption
-    narrow = io.StringIO()
-    Console(file=narrow, width=70).print(shown)
-    assert "3.500" in narrow.getvalue()
-    assert "10:00 min" in narrow.getvalue()
+    shown = narrow(title, made, 1)
+    assert "3.500" in shown
+    assert "10:00 min" in shown
+    assert "n_a" not in shown
+    assert "and 1 more" in shown
     failed = made[1] | {"item": "of_a_long_name", "state": "failed", "": "the job ended without a word"}
-    narrow = io.StringIO()
-    Console(file=narrow, width=70).print(table(title, [*made, failed], None, 70))
-    assert "the job ended without" in narrow.getvalue()
-    assert not {"node", "left"} & {*narrow.getvalue().split()}, "columns that matter less make room"
+    shown = narrow(title, [*made, failed], None)
+    assert "the job ended without" in shown
+    assert not {"node", "left"} & {*shown.split()}, "columns that matter less make room"
     assert [duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
 
 
@@ -1049,15 +1048,6 @@ def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, 
     for command in (status, cancel):
         with pytest.raises(RunError, match=rf"{name}.* is damaged .*: {remedy}$"):
             run(command, study)
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000])
-def test_a_damaged_record_of_the_launcher_is_named(study, content):
-    locally(study)
-    (study / "queue.json").write_bytes(content)
-    damaged = r"queue\.json is damaged .*: end the launcher by hand$"
-    with exclusive(study, "study"), pytest.raises(RunError, match=damaged):
-        run(cancel, study)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
