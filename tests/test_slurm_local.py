@@ -561,7 +561,7 @@ def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (json.dumps({"pid": os.getpid(), "host": "elsewhere"}), "the study was started on elsewhere: cancel it there"),
+        ('{"pid": 1, "host": "elsewhere"}', "the study was started on elsewhere: cancel it there"),
         *((damaged, r"queue\.json is damaged .*: end the launcher by hand$") for damaged in ("{", "[]", "[" * 100_000)),
     ],
 )
