@@ -79,8 +79,8 @@ OVERVIEW: tuple[Spec, ...] = (
     Spec(
         "frontier_costs", "Trained and timed: what else it costs", report.frontier_costs,
         "In percent of dense as above: energy of the forward; time of the blocks alone (pruned: without silent "
-        "neurons); time and peak memory of a training step after the training; time of the whole training, which ran "
-        "with dense products, over that of the widest with ReLU.",
+        "neurons); time and peak memory of a training step, after the training; the median time of the training's own "
+        "steps, which ran with dense products, over that of the widest with ReLU.",
     ),
     Spec(
         "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,

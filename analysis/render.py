@@ -166,7 +166,7 @@ COLUMNS: dict[str, Column] = {
     "pruned_pct": Column("blocks, pruned", 0),
     "training_step_pct": Column("training step", 0),
     "step_memory_of_dense_pct": Column("its memory", 0),
-    "whole_training_pct": Column("whole training", 0),
+    "own_steps_pct": Column("steps as trained", 0),
     "beyond_dense_pct": Column("over dense at equal time", 2, signed=True),
     "train_beyond_dense_pct": Column("that on the training text", 2, signed=True),
     "value": Column("rate", significant=4),

@@ -260,7 +260,7 @@ def frontier_costs(results: Results) -> pd.DataFrame:
     columns = {
         "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
         "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
-        "memory": "step_memory_of_dense_pct", "training": "whole_training_pct",
+        "memory": "step_memory_of_dense_pct", "own_steps": "own_steps_pct",
     }  # fmt: skip
     return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
 

@@ -65,7 +65,7 @@ def test_losses_and_times_are_relative_to_the_widest_dense_model():
     assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
     base = data[data["intermediate"] == 96].query("l1 == 0").iloc[0]
     assert (base["change"], base["time"], base["seeds"]) == (0, 100, 1)
-    assert data.groupby("intermediate")["training"].mean().to_dict() == {48: 50, 96: 100}
+    assert data.groupby("intermediate")["own_steps"].mean().to_dict() == {48: 50, 96: 100}
 
 
 def test_a_sparse_model_is_relative_to_dense_products_on_the_same_card():
