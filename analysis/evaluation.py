@@ -40,6 +40,7 @@ GPU hours.
 
 # Studies that test the launcher.
 HELPERS = ("smoke", "six_runs")
+
 PROCESSORS = """\
 ## How far processors differ
 

@@ -220,8 +220,8 @@ def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
     backend = plan.backend_for(tokens) if plan.up_to else plan.backend
     if plan.hot or plan.screened or backend == registry.DENSE:
         check_problem(x, w_gate, w_up, w_down)
-    if plan.of_sorted:
-        plan.check_fits(w_up.shape[0])
+        if plan.of_sorted:
+            plan.check_fits(w_up.shape[0])
     if backend == registry.DENSE:
         return dense.inference(x, w_gate, w_up, w_down, call.activation), None
     if plan.screened and tokens >= SCREENS_FROM:
