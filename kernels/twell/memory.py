@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-H_AT_ONCE = 8192  # tokens from which on h of dense neurons is faster made by one kernel; fewer wait for the host
 SCREENS_FROM = 8192  # tokens from which on screening pays for its passes over x and over the weights
 PIECE = 32768  # tokens that a forward for y alone takes at a time: enough to fill a GPU, and all that need workspace
 

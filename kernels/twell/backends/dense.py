@@ -19,9 +19,10 @@ from .. import registry
 from ..hot_split import before_activation, hidden_of
 from ..interface import RELU, RELU2, SILU, Backend, Forward, Gradients, Needs, Options, Weights
 from ..launch_cache import LAUNCHES
-from ..memory import H_AT_ONCE, is_in_rows
+from ..memory import is_in_rows
 from .probe import launch
 
+H_AT_ONCE = 8192  # tokens from which on one kernel makes h faster than torch
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 _H_AT_ONCE = "h_at_once"  # with a device and an activation: the launch cache's key once that kernel is loaded there
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token

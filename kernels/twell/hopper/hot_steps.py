@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import hot_split
 from ..interface import RELU2, SILU, Cold, Forward, Gradients, HotRows, Weights
 from ..launch_cache import LAUNCHES
-from ..memory import H_AT_ONCE, in_rows, is_aligned
+from ..memory import in_rows, is_aligned
 from . import driver, inference
 from .inference import CLUSTER, ROWS
 from .params import HotBackwardParams, HotForwardParams, HotHiddenParams, HotRowsParams
@@ -128,13 +128,13 @@ def activate(
 
 
 def hidden(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
-    """h [M, H] = a(x gate^T) * (x up^T) in one launch, where a is relu, relu2 (its square) or silu; None with few
-    tokens or an H that is no multiple of 8.
+    """h [M, H] = a(x gate^T) * (x up^T) in one launch, where a is relu, relu2 (its square) or silu; None without
+    tokens or with an H that is no multiple of 8.
 
     x: bfloat16 [M, K]; gate, up: [H, K], K a multiple of 64.
     """
     tokens, count, index = x.shape[0], gate.shape[0], x.device.index
-    if tokens < H_AT_ONCE or count % _VECTOR:
+    if not tokens or count % _VECTOR:
         return None
     x, gate, up, h = in_rows(x), in_rows(gate), in_rows(up), x.new_empty((tokens, count))
     boxes = zip((x, gate, up, h), (ROWS, ROWS, ROWS, ROWS // 2), strict=True)
