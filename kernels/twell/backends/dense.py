@@ -22,7 +22,7 @@ from ..launch_cache import LAUNCHES
 from ..memory import is_in_rows
 from .probe import launch
 
-H_AT_ONCE = 8192  # tokens from which on one kernel makes h faster than torch
+H_AT_ONCE = 4096  # tokens from which on one kernel makes h faster than torch
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 _H_AT_ONCE = "h_at_once"  # with a device and an activation: the launch cache's key once that kernel is loaded there
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
