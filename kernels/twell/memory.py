@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SCREENS_FROM = 8192  # tokens from which on screening pays for its passes over x and over the weights
+SCREENS_FROM = 24576  # tokens from which on screening pays for its passes over x and over the weights
 PIECE = 32768  # tokens that a forward for y alone takes at a time: enough to fill a GPU, and all that need workspace
 
 
