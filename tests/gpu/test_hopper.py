@@ -8,7 +8,7 @@ from packed_formats import as_twell
 from twell import hot_split
 from twell.hopper import hot_steps, inference, screen
 from twell.interface import Forward, Gradients, Weights
-from twell.memory import neuron_major
+from twell.memory import SCREENS_FROM, neuron_major
 from twell.testing import check, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
@@ -131,7 +131,7 @@ def _screened_and_plain(x, weights, hot, screened, activation="relu"):
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize(("hot", "screened"), [(0, 776), (0, 300), (136, 400), (136, 640)])
 @pytest.mark.parametrize("hidden", [64, 192, 2048, 2112])
-@pytest.mark.parametrize("tokens", [8192, 8192 + 77, 40_000])
+@pytest.mark.parametrize("tokens", [SCREENS_FROM, SCREENS_FROM + 77, 40_000])
 def test_screened_neurons(tokens, hidden, hot, screened, activation):
     """Of whole numbers, whose products are exact in any order: to the bit the plan's without them (sums of squares are
     not). Nearly half of the neurons fire, so that tiles overflow; others miss it by nothing."""
@@ -155,7 +155,7 @@ def test_screened_neurons(tokens, hidden, hot, screened, activation):
 
 
 @pytest.mark.parametrize("hot", [0, 128])
-@pytest.mark.parametrize("tokens", [8192 + 77, 40_000])
+@pytest.mark.parametrize("tokens", [SCREENS_FROM + 77, 40_000])
 def test_screened_neurons_are_as_near_as_others(tokens, hot):
     """Outlier channels, and neurons that all fire, so that tiles overflow."""
     p = make_problem(tokens, 2048, 2816, 30.0, device=CUDA)
@@ -170,7 +170,7 @@ def test_screened_neurons_are_as_near_as_others(tokens, hot):
 
 def test_what_is_screened_out_does_not_fire():
     """Rows at right angles to x but for a rounding, and tiny and huge ones: where the product is positive is a mark."""
-    tokens, hidden, neurons = 8192, 2048, 512
+    tokens, hidden, neurons = SCREENS_FROM, 2048, 512
     g = torch.Generator(CUDA).manual_seed(0)
     x, w = (torch.randn((rows, hidden), generator=g, device=CUDA) for rows in (tokens, neurons))
     w -= (w * x[:neurons]).sum(1, keepdim=True) / x[:neurons].square().sum(1, keepdim=True) * x[:neurons]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from calls import run_ffn
 
+from twell import ops
 from twell.gpu import saved_csr
+from twell.hopper import screen
 from twell.memory import neuron_major
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
@@ -140,8 +142,10 @@ def test_a_prefix_of_hot_neurons(backend):
 
 @torch.no_grad()
 @pytest.mark.parametrize("screened", [300, INTERMEDIATE - 136])
-def test_screened_neurons(backend, screened):
-    problem = make_problem(8200, 64, INTERMEDIATE, 20.0)
+def test_screened_neurons(backend, screened, monkeypatch):
+    for module in (ops, screen):
+        monkeypatch.setattr(module, "SCREENS_FROM", 300)
+    problem = make_problem(300, 64, INTERMEDIATE, 20.0)
     problem.x[3, 5] = float("inf")
     there = [t.to(CUDA) for t in problem]
     wanted = on_gpu(backend)(*problem)[0]
