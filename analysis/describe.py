@@ -6,29 +6,31 @@ import pandas as pd
 
 from analysis import choose, paper
 from analysis.choose import where
-from analysis.render import device, significant
+from analysis.render import device, significant, span
 
 
 def by_model(trained: pd.DataFrame) -> list[str]:
-    """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
-    sentences = []
+    """What `choose.trainings` are: one sentence for the models whose tokens, text, seeds and devices are the same."""
+    alike: dict[str, list[tuple[str, pd.Series]]] = {}
     for name in choose.model_order(trained["model"]):
         trainings = where(trained, model=name)
-        parts = [f"{listed(trainings['layers'], ' or ')} layers, N = {listed(trainings['intermediate'], ' or ')}"]
-        tokens = trainings["tokens_trained"].dropna()
-        if len(tokens):
-            per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
-            text = " or ".join(sorted(set(trainings["text"]) - {""}))
-            times = passes(trainings)
-            parts.append(
-                f"{listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} "
-                f"per parameter; the paper: 20)"
-                + (f" of {text}" if text else "")
-                + (f", about {times} passes over it" if times else "")
-            )
-        behind = [seeds(trainings["seed"]), devices(trainings["device"])]
-        sentences.append(f"{name} model: {'; '.join([*parts, *behind])}.")
-    return sentences
+        tokens, text = trainings["tokens_trained"], " or ".join(sorted(set(trainings["text"]) - {""}))
+        parts = [f"{listed(tokens / 1e6, ' or ')} million training tokens" + (f" of {text}" if text else "")]
+        if times := passes(trainings):
+            parts.append(f"read about {times} times")
+        behind = "; ".join([*(parts if tokens.any() else []), seeds(trainings["seed"]), devices(trainings["device"])])
+        size = f"{listed(trainings['layers'], ' or ')} layers, N = {listed(trainings['intermediate'], ' or ')}"
+        alike.setdefault(behind, []).append((f"{name} ({size})", trainings["tokens_per_parameter"].dropna()))
+    return [
+        f"{', '.join(name for name, _ in models)}: {behind}{_per_parameter(pd.concat([per for _, per in models]))}."
+        for behind, models in alike.items()
+    ]
+
+
+def _per_parameter(values: pd.Series) -> str:
+    if values.empty:
+        return ""
+    return f"; tokens per parameter: {span(values, lambda value: significant(value, 2))} (the paper: 20)"
 
 
 def brief(trainings: pd.DataFrame) -> str:

@@ -504,3 +504,17 @@ def test_trainings_that_figures_leave_out_are_named(sweep):
     model = longer["model"].iloc[0]
     assert line.startswith(f"{model}: in the summary only")
     assert line.endswith(f": {longer['study'].iloc[0]}/longer")
+
+
+def test_models_that_were_trained_alike_share_a_sentence():
+    lines = [
+        ("21m", 1056, 17.0, 0, "b"), ("21m", 1056, 17.0, 1, "b"), ("21m-ffn704", 704, 20.0, 0, "b"),
+        ("21m-ffn704", 704, 20.0, 1, "b"), ("4m", 352, float("nan"), 0, "a(TM)"),
+    ]  # fmt: skip
+    trained = pd.DataFrame(lines, columns=["model", "intermediate", "tokens_per_parameter", "seed", "device"])
+    trained = trained.assign(layers=8, text="notes", tokens_trained=2e6)
+    assert describe.by_model(trained) == [
+        "21m (8 layers, N = 1,056), 21m-ffn704 (8 layers, N = 704): 2 million training tokens of notes; "
+        "2 seeds (0, 1); b; tokens per parameter: 17 to 20 (the paper: 20).",
+        "4m (8 layers, N = 352): 2 million training tokens of notes; one seed (0); a.",
+    ]
