@@ -12,7 +12,6 @@ from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
 from analysis.claims.evidence import FAILS, HOLDS, INCONSISTENT
 from analysis.figures import Drawn
-from analysis.figures.frontier import SILU
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
 
@@ -193,14 +192,13 @@ def _active(neurons: float) -> str:
 
 def _at_equal_time(frontier: pd.DataFrame) -> str:
     """The best sparse model of each size against dense ones with fewer neurons."""
-    with_silu = set(choose.where(frontier, kind=SILU)["model"])
     compared = frontier.dropna(subset="beyond_dense_pct").sort_values("beyond_dense_pct").drop_duplicates("model")
     found = []
     for line in compared.sort_index().itertuples():  # small models first
-        change = "a draw" if getattr(line, "verdict", "") == "draw" else render.signed(line.beyond_dense_pct, 1)
+        verdict = {"draw": "a draw", "": "undecided"}
+        change = verdict.get(getattr(line, "verdict", ""), render.signed(line.beyond_dense_pct, 1))
         seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(line.seeds, f"{line.seeds} seeds")
-        rivals = "" if line.model in with_silu else ", ReLU rivals only"
-        found.append(f"{line.model.upper()} {change} ({seeds}{rivals})")
+        found.append(f"{line.model.upper()} {change} ({seeds})")
     trained = compared["train_beyond_dense_pct"]
     on_training = "higher" if (trained > 0).all() else render.span(trained, lambda value: render.signed(value, 1))
     return (

@@ -8,11 +8,11 @@ import pytest
 import torch
 from calls import run_ffn
 
-from twell import launch_cache, memory, ops, registry
+from twell import hot_split, launch_cache, memory, ops, registry
 from twell.backends import hopper
-from twell.hopper import driver, few, hot_steps, inference, params
+from twell.hopper import driver, few, hot_steps, inference, params, screen
 from twell.hopper.screen import TILE
-from twell.interface import Options, Request, Weights
+from twell.interface import Forward, Options, Request, Weights
 from twell.launch_cache import LAUNCHES
 from twell.memory import SCREENS_FROM
 from twell.testing import make_problem
@@ -225,14 +225,18 @@ class Recorded:
         return lambda: self.launched.append((self.name, self.macros, grid, stream, *parameters))
 
 
+def forget():
+    """Every kernel that was made, and every plan and launch with it."""
+    LAUNCHES.clear()
+    plans = (inference._gate_plan, inference._down_plan, inference.gate_pack_kernel, inference.gated_down_kernel)
+    plans += (few.plan, few._gate_kernel, few._down_kernel, screen.quantise_kernel)
+    for plan in (*plans, hot_steps.kernel, hot_steps.hidden_kernel):
+        plan.cache_clear()
+
+
 @pytest.fixture
 def launched(monkeypatch):
-    plans = (inference._gate_plan, inference._down_plan, inference.gate_pack_kernel, inference.gated_down_kernel)
-    plans += (few.plan, few._gate_kernel, few._down_kernel)
-    plans += (hot_steps.kernel, hot_steps.hidden_kernel)
-    caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
-    for clear in caches:
-        clear()
+    forget()
     for name in ("launched", "made"):
         monkeypatch.setattr(Recorded, name, [], raising=False)
     monkeypatch.setattr(driver, "Kernel", Recorded)
@@ -240,8 +244,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
     monkeypatch.setattr(inference, "sm_count", lambda index: 132)
     yield Recorded.launched
-    for clear in caches:
-        clear()
+    forget()
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -334,25 +337,29 @@ def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, 
 
 @pytest.mark.parametrize("hidden", [64, 4096])
 @pytest.mark.parametrize("squared", [False, True])
-@pytest.mark.parametrize("screened", [False, True])
-def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared, screened):
-    request = Request(torch.device("cuda", 0), torch.bfloat16, hidden, 776, True, False, "relu2" if squared else "relu")
+@pytest.mark.parametrize(("gated", "screened"), [(False, False), (True, False), (True, True)])
+def test_kernels_loaded_ahead_are_those_that_calls_need(launched, monkeypatch, hidden, squared, gated, screened):
+    activation = "relu2" if squared else "relu"
+    request = Request(torch.device("cuda", 0), torch.bfloat16, hidden, 776, gated, False, activation)
     for load in hopper.BACKEND.kernels(request, screened).values():
         load()
     ahead = set(Recorded.made)
-    switches = inference.Switches(gated=True, squared=squared)
+    Recorded.made.clear()
+    forget()
+    switches = inference.Switches(gated=gated, squared=squared)
     for tokens in (*range(1, 40), 127, 500, 1000, 2**13 + 1, 10**5, 10**6):
         if few.takes(tokens, hidden):
-            few.plan(0, tokens, hidden, 776, True, squared)
+            few.plan(0, tokens, hidden, 776, gated, squared)
         else:
             _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
             inference._down_plan(tokens, hidden, 0, layout.tiling, switches)
-    hot_steps.hidden_kernel(0, request.activation)
-    if screened:
-        p = make_problem(SCREENS_FROM, hidden, 776, 8, dtype=torch.bfloat16)
-        weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
-        activation = "relu2" if squared else "relu"
-        hopper.BACKEND.forward(p.x, weights, Options(False, False, activation=activation, screened=776))
+    p = make_problem(300, hidden, 776, 8, gated=gated, dtype=torch.bfloat16)
+    weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
+    hot_split.add_prefix(hopper.BACKEND, p.x, weights, Forward(torch.zeros_like(p.x)), activation)
+    monkeypatch.setattr(screen, "SCREENS_FROM", 1)
+    for tokens in (100, 300, 600, 2200, 9000) if screened else ():  # the last piece of a call may have any number
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        hopper.BACKEND.forward(x, weights, Options(False, False, activation=activation, screened=776))
     assert set(Recorded.made) == ahead
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from experiments.models.llama import SiluFeedForward
 from twell import sparse_ffn
-from twell.backends import hopper
+from twell.backends import dense, hopper
 from twell.hopper import hot_steps
 from twell.launch_cache import LAUNCHES
 from twell.testing import make_problem, plain_ffn, relative_error
@@ -87,9 +87,9 @@ def test_many_tokens_take_h_from_one_kernel(monkeypatch):
         return taken[-1]
 
     monkeypatch.setattr(hopper, "h_at_once", h_at_once)
-    p = make_problem(8200, 256, 1000, 20.0, device="cuda")
+    p = make_problem(dense.H_AT_ONCE, 256, 1000, 20.0, device="cuda")
     p.x[77, 5] = float("nan")
-    y = run_ffn(p.x.view(2, 4100, 256), *p[1:], backend="dense", stats=False)[0].view(8200, 256)
+    y = run_ffn(p.x.view(2, -1, 256), *p[1:], backend="dense", stats=False)[0].view(-1, 256)
     assert len(taken) == 1
     plain = plain_ffn(*p)[0]
     assert torch.equal(y.isnan(), plain.isnan())
@@ -114,7 +114,7 @@ def test_so_does_a_compiled_program_in_inference(mode, monkeypatch):
     taken = []
     monkeypatch.setattr(hopper, "h_at_once", lambda *operands: taken.append(1) or hot_steps.hidden(*operands))
     torch.compiler.reset()
-    p = make_problem(8200, 256, 1000, 20.0, device="cuda")
+    p = make_problem(dense.H_AT_ONCE, 256, 1000, 20.0, device="cuda")
     run = torch.compile(lambda *problem: sparse_ffn(*problem, plan="dense"), fullgraph=True, mode=mode)
     plain = plain_ffn(*p)[0]
     with torch.no_grad():

@@ -2,13 +2,15 @@
 20 to 100 times slower under compute-sanitizer. Inputs and everything that results are compared with stay on the CPU, so
 that the sanitizer has none but our kernels to look at."""
 
+from unittest import mock
+
 import pytest
 import torch
 from calls import run_ffn
 
 from twell import ops
 from twell.gpu import saved_csr
-from twell.hopper import screen
+from twell.hopper import inference, screen
 from twell.memory import neuron_major
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
@@ -145,12 +147,15 @@ def test_a_prefix_of_hot_neurons(backend):
 def test_screened_neurons(backend, screened, monkeypatch):
     for module in (ops, screen):
         monkeypatch.setattr(module, "SCREENS_FROM", 300)
+    marked = mock.patch.object(inference, "launch_screened", wraps=inference.launch_screened)
     problem = make_problem(300, 64, INTERMEDIATE, 20.0)
     problem.x[3, 5] = float("inf")
     there = [t.to(CUDA) for t in problem]
     wanted = on_gpu(backend)(*problem)[0]
     for hot in (0, 136):
-        y = run_ffn(*there, backend=backend, stats=False, hot=hot, screened=screened)[0].cpu()
+        with marked as launches:
+            y = run_ffn(*there, backend=backend, stats=False, hot=hot, screened=screened)[0].cpu()
+        assert launches.called == (backend == "hopper")
         assert y[3].isnan().all()
         assert relative_error(torch.cat((y[:3], y[4:])), torch.cat((wanted[:3], wanted[4:]))) < 0.01
 

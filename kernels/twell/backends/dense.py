@@ -24,7 +24,7 @@ from .probe import launch
 
 H_AT_ONCE = 4096  # tokens from which on one kernel makes h faster than torch
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
-_H_AT_ONCE = "h_at_once"  # with a device and an activation: the launch cache's key once that kernel is loaded there
+_LOADED = "h_at_once"  # with a device and an activation: the launch cache's key once that kernel is loaded there
 PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
 
 
@@ -70,7 +70,7 @@ def makes_h_at_once(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, act
     if any(t.dtype is not torch.bfloat16 for t in (x_MK, w_gate_NK, w_up_NK)):
         return False
     captured = not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-    if captured and LAUNCHES.get((_H_AT_ONCE, x_MK.device, activation)) is None:
+    if captured and LAUNCHES.get((_LOADED, x_MK.device, activation)) is None:
         return False
     intermediate, hidden = map(operator.index, w_up_NK.shape)  # under torch.compile they may be symbols
     return registry.can_run("hopper", x_MK.device, x_MK.dtype, hidden, intermediate)
@@ -86,7 +86,7 @@ def h_at_once(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, activation: str)
     h_MN = hopper.h_at_once(x_MK.reshape(-1, x_MK.shape[-1]), w_gate_NK, w_up_NK, activation)
     if h_MN is None:
         return None
-    LAUNCHES.put((_H_AT_ONCE, x_MK.device, activation), True)
+    LAUNCHES.put((_LOADED, x_MK.device, activation), True)
     return h_MN.view(*x_MK.shape[:-1], -1)
 
 

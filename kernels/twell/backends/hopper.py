@@ -47,10 +47,12 @@ def _kernels(request: Request, screened: bool) -> dict[Hashable, Callable[[], ob
     index = torch.cuda.current_device() if request.device.index is None else request.device.index
     hidden, neurons, squared = request.hidden, request.intermediate, request.activation == RELU2
     count, switches = inference.sm_count(index), inference.Switches(request.gated, squared)
-    hot = ("hot_forward", index, request.gated, squared, False, False)
-    loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
+    loads: dict[Hashable, Callable[[], object]] = {}
     if request.gated:
         loads["hot_hidden", index, request.activation] = partial(hot_steps.hidden_kernel, index, request.activation)
+    else:
+        hot = ("hot_forward", index, False, squared, False, False)
+        loads[hot] = partial(hot_steps.kernel, *hot)
     if screened:
         loads["quantise", index, hidden] = partial(screen.quantise_kernel, index, hidden)
         loads["gate_pack", index, inference.WIDE, True] = partial(
