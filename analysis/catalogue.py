@@ -56,7 +56,7 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "tuned", "One block after autotune, by the tokens of a call", report.tuned,
-        "Speed over the fastest dense implementation. Below 1: noise, or the call waits for the host.",
+        "Speed over the fastest dense implementation, synthetic patterns; dense: what `autotune` chose.",
     ),
     Spec(
         "layers_together", "All blocks of trained models, forward", report.layers_together,
@@ -73,14 +73,14 @@ OVERVIEW: tuple[Spec, ...] = (
         "Cross-entropy on held-out text and on that of the last steps against dense ReLU; measured time of the "
         "compiled forward: of sparse models over dense products of their own weights in the same run, of dense ones "
         "and other widths over the widest with ReLU. Then cross-entropy over the least on a straight line between two "
-        "dense models, ReLU or SiLU, at the same forward time (figure J; a dash: none is as slow); a win or loss where "
-        "that of held-out text is more than its interval over seeds.",
+        "dense models, ReLU or SiLU, at the same forward time (figure J; a dash: none is as slow; seeds that were not "
+        "timed: the others' mean time); a win or loss where that of held-out text is more than its interval.",
     ),
     Spec(
         "frontier_costs", "Trained and timed: what else it costs", report.frontier_costs,
         "In percent of dense as above: energy of the forward; time of the blocks alone (pruned: without silent "
         "neurons); time and peak memory of a training step, after the training; the median time of the training's own "
-        "steps, which ran with dense products, over that of the widest with ReLU.",
+        "steps, which ran with dense products, and their peak memory, over those of the widest with ReLU.",
     ),
     Spec(
         "sizes", "Hot-exempt L1 and fewer dense neurons, by size of model", report.sizes,

@@ -159,7 +159,6 @@ def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     quality = within.sort_values("l1").iloc[-1]
     times = "{:.2f}".format
     share = "{:.0f}%".format
-    no_memory_saved = " (no memory saved)" if (whole["step_memory_pct"] > 0).all() else ""
     return "\n".join(
         [
             f"* **One block**, the paper's {_active(paper.ACTIVE)} active: forward "
@@ -172,7 +171,8 @@ def _headline(_: Results, frames: Frames, checked: Sequence[Claim]) -> str:
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
             f"{render.span(models['step_speed'], times)} times; whole trainings of "
             f"{', '.join(whole['model'].unique())}, dense at first, "
-            f"{render.span(whole['whole_speed'], times)} times{no_memory_saved}.",
+            f"{render.span(whole['whole_speed'], times)} times, memory "
+            f"{render.span(whole['step_memory_pct'], render.signed)}.",
             f"* **The paper's method**, every neuron sparse, both sides uncompiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; at "
             f"{_active(paper.ACTIVE)} active {render.span(_papers_speed(papers, 1e-4), times)}.",

@@ -167,6 +167,7 @@ COLUMNS: dict[str, Column] = {
     "training_step_pct": Column("training step", 0),
     "step_memory_of_dense_pct": Column("its memory", 0),
     "own_steps_pct": Column("steps as trained", 0),
+    "own_memory_pct": Column("memory as trained", 0),
     "beyond_dense_pct": Column("over dense at equal time", 2, signed=True),
     "train_beyond_dense_pct": Column("that on the training text", 2, signed=True),
     "value": Column("rate", significant=4),

@@ -166,9 +166,10 @@ def tuned(results: Results) -> pd.DataFrame:
     nominal = nonzeros[rows["tokens"].eq(rows["tokens"].max())].unique()
     of_calls = nonzeros.map(lambda value: min(nominal, key=lambda name: abs(math.log(value / name))))
     graph = rows["op"].str.endswith("graph").map({True: "yes", False: "no"})
-    rows = rows.assign(graph=graph, nominal=of_calls)
-    table = rows.pivot_table(index=["device", "graph", "tokens"], columns="nominal", values="ratio")
-    table = table.map(lambda ratio: "" if pd.isna(ratio) else f"{ratio:.2f}")
+    speed = rows["ratio"].map("{:.2f}".format).mask(rows["backend"].eq("dense"), "dense")
+    rows = rows.assign(graph=graph, nominal=of_calls, speed=speed)
+    by = ["device", "graph", "tokens"]
+    table = rows.pivot_table(index=by, columns="nominal", values="speed", aggfunc="last").fillna("")
     table.columns = [f"about {nonzeros:,.0f} active" for nonzeros in table.columns]
     return table.reset_index()
 
@@ -261,6 +262,7 @@ def frontier_costs(results: Results) -> pd.DataFrame:
         "scale": "model", "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds",
         "energy": "run_energy_pct", "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct",
         "memory": "step_memory_of_dense_pct", "own_steps": "own_steps_pct",
+        "own_memory": "own_memory_pct",
     }  # fmt: skip
     return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
 

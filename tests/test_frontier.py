@@ -25,6 +25,7 @@ def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, own_dense=None, *
         run | {"op": "train", "metric": "validation_cross_entropy", "value": loss},
         run | {"op": "train", "metric": "cross_entropy", "value": loss - 0.1},
         run | {"op": "train", "metric": "throughput", "value": 1 / neurons},
+        run | {"op": "train", "metric": "peak_memory", "value": neurons + 96},
     ]
     timed = run | {"item": f"bench_{name}", "op": "model_forward"}
     sparse = columns.get("l1", 0) > 0
@@ -65,7 +66,8 @@ def test_losses_and_times_are_relative_to_the_widest_dense_model():
     assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
     base = data[data["intermediate"] == 96].query("l1 == 0").iloc[0]
     assert (base["change"], base["time"], base["seeds"]) == (0, 100, 1)
-    assert data.groupby("intermediate")["own_steps"].mean().to_dict() == {48: 50, 96: 100}
+    as_trained = data.groupby("intermediate")[["own_steps", "own_memory"]].mean()
+    assert as_trained.to_dict("index") == {48: {"own_steps": 50, "own_memory": 75}, 96: dict.fromkeys(as_trained, 100)}
 
 
 def test_a_sparse_model_is_relative_to_dense_products_on_the_same_card():

@@ -180,3 +180,16 @@ def test_fp8_products_stand_beside_blocks_and_are_no_speed_of_ours(tmp_path):
     (line,) = report.blocks(results, "ffn_forward").to_dict("records")
     assert (line["plain"], line["dense_fp8"], line["fp8_error_pct"]) == (1.5, 2.0, pytest.approx(10))
     assert set(choose.made_for_speed(results.rows)["plan"]) == {"dense", "twell"}
+
+
+def test_a_block_that_stayed_dense_has_no_speed(tmp_path):
+    rows = [
+        row(STUDY, RUN, "k", f"ffn_tuned{graph}", "time", 2.0, ratio=ratio, mean_nnz=29.0, pattern="synthetic", **call)
+        for graph, ratio, call in (
+            ("", 1.5, {"plan": "by_layer", "backend": "hopper", "tokens": 4096, "baseline": "dense_twell"}),
+            ("", 1.02, {"plan": "by_layer", "backend": "dense", "tokens": 64, "baseline": "dense_twell"}),
+            ("_graph", 1.25, {"plan": "by_layer", "backend": "triton", "tokens": 64, "baseline": "dense_twell"}),
+        )
+    ]
+    table = report.tuned(results_of(tmp_path, rows)).drop(columns="device").to_numpy().tolist()
+    assert table == [["no", 64, "dense"], ["no", 4096, "1.50"], ["yes", 64, "1.25"]]

@@ -27,7 +27,8 @@ SIZE = ["layers", "hidden"]
 SHAPE = [*SIZE, "text", "tokens_trained"]
 PAIRED = ("time", "energy", "step", "memory", "blocks")
 OWN_DENSE = {"pruned": "dense_blocks"} | {name: f"dense_{name}" for name in PAIRED}  # of the same run
-COSTS = [*OWN_DENSE, "own_steps"]
+AS_TRAINED = ["own_steps", "own_memory"]
+COSTS = [*OWN_DENSE, *AS_TRAINED]
 MEANS = ["change", "train_change", *COSTS, "beyond", "train_beyond"]
 
 
@@ -68,8 +69,9 @@ def points(results: Results) -> pd.DataFrame:
     In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
     cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass, time of
     the training `step` in its fastest form and its peak `memory`, `blocks` and `pruned` (without silent neurons) of the
-    blocks alone, median time of the training's `own_steps` as they ran. But for the last, a sparse model with as many
-    neurons is in percent of dense products of its own weights, which its benchmark timed beside it on the same card.
+    blocks alone, median time of the training's `own_steps` as they ran and its peak, `own_memory`. But for these two,
+    a sparse model with as many neurons is in percent of dense products of its own weights, which its benchmark timed
+    beside it on the same card.
     `beyond` and `train_beyond`: these cross-entropies in percent over the least of dense models at the same measured
     time (below 0: sparse is better), NaN outside of the dense models' times; the first with its 95% interval from
     `beyond_low` to `beyond_high`.
@@ -98,10 +100,12 @@ def points(results: Results) -> pd.DataFrame:
 def _runs(rows: pd.DataFrame) -> pd.DataFrame:
     """One line for each training with its losses and times; one that was not timed has the mean times of its arm's
     other seeds, and is left out where there are none."""
-    kept = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy", "throughput"))
+    metrics = ("validation_cross_entropy", "cross_entropy", "throughput", "peak_memory")
+    kept = where(rows, op="train", layer=None, metric=metrics)
     keys = [*TRAINING, "layers", "hidden", "intermediate"]
     runs = kept.pivot_table(index=keys, columns="metric", values="value").reset_index()
-    runs["own_steps"] = 1 / runs.get("throughput", pd.Series(np.nan, runs.index)).astype("float64")
+    runs = runs.reindex(columns=[*keys, *metrics]).rename(columns={"peak_memory": "own_memory"})
+    runs["own_steps"] = 1 / runs["throughput"].astype("float64")
     forward = _fastest(rows, "model_forward", "time", "energy", "energy")
     step = _fastest(rows, "model_training", "step", "peak_memory", "memory")
     for measured in (forward, step, _blocks(rows)):
@@ -154,7 +158,7 @@ def _relative(runs: pd.DataFrame) -> pd.DataFrame:
     )
     paired = (runs["l1"] > 0) & (runs["intermediate"] == base["intermediate"])
     over = {name: runs[dense].where(paired, base[dense]) for name, dense in OWN_DENSE.items()}
-    over["own_steps"] = base["own_steps"]
+    over |= base[AS_TRAINED]
     runs = runs.assign(**{name: runs[name] / over[name] * 100 for name in COSTS})
     return runs.assign(beyond=_over(runs, "validation_cross_entropy"), train_beyond=_over(runs, "cross_entropy"))
 
