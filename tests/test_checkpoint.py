@@ -325,6 +325,8 @@ def test_runs_that_cannot_be_loaded(run_dir):
         load_trained(run_dir)
     with pytest.raises(CheckpointError, match=r"checkpoints is neither a run \(no config\.yaml\) nor a checkpoint or"):
         load_trained(run_dir / "checkpoints")
+    with pytest.raises(CheckpointError, match=rf"there is no {run_dir}/checkpoint; did you mean 'checkpoints'"):
+        load_trained(run_dir / "checkpoint")
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints/step_00000002"])

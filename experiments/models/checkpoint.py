@@ -27,7 +27,7 @@ from torch import Tensor
 from experiments.data.tokenizer import named_tokenizer
 from experiments.models.llama import llama_config, skeleton
 from experiments.models.pretrained import LoadedModel, fill, load_pretrained
-from experiments.run.config import load_config
+from experiments.run.config import load_config, nearest
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha256_json, write_json
 from experiments.run.train_config import TrainConfig, science, science_differences
@@ -213,6 +213,9 @@ def load_trained(
         return _load_run(path, *newest, device, dtype)
     if os.path.isfile(path / STATE):  # noqa: PTH113
         return _load_run(path.resolve().parents[1], path, _check_model(path), device, dtype)
+    if os.path.isdir(path.parent) and path.parent != Path() and not os.path.exists(path):  # noqa: PTH110, PTH112
+        beside = sorted(other.name for other in path.parent.iterdir())
+        raise CheckpointError(f"there is no {path}{nearest(path.name, beside)}")
     if os.path.isdir(path) and not os.path.exists(path / MODEL_CONFIG):  # noqa: PTH110, PTH112
         raise CheckpointError(f"{path} is neither a run (no {CONFIG}) nor a checkpoint or model (no {MODEL_CONFIG})")
     return load_pretrained(where, device=device, dtype=dtype)
