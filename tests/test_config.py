@@ -93,6 +93,7 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
+        ("sparsity.exempt=0.125", "sparsity.exempt=0.125 needs sparsity.l1 > 0: no neuron pays L1 without it"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
 )
@@ -279,9 +280,9 @@ def test_rows_have_the_coefficient_of_the_sum_over_neurons():
     "option", ["sparsity.dead_neuron_reinit=true", "sparsity.exempt=0.1", "execution.sparse.backend=reference"]
 )
 def test_what_needs_relu(option):
-    assert parse(TrainConfig, ["execution.sparse.backend=triton", option])
+    assert parse(TrainConfig, ["sparsity.l1=1", "execution.sparse.backend=triton", option])
     with pytest.raises(ConfigError, match=r"needs model.activation=relu"):
-        parse(TrainConfig, ["model.activation=silu", option])
+        parse(TrainConfig, ["sparsity.l1=1", "model.activation=silu", option])
 
 
 # --- ranges of every program ------------------------------------------------------------------------------------------

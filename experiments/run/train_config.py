@@ -216,6 +216,10 @@ class SparsityConfig:
     )
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study", minimum=0)
 
+    def __post_init__(self) -> None:
+        if self.exempt and not self.l1:
+            raise ConfigError(f"sparsity.exempt={self.exempt} needs sparsity.l1 > 0: no neuron pays L1 without it")
+
     def l1_of_sum(self, neurons: int) -> float:
         """Coefficient in the result row: that of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
         return self.l1 / neurons if self.l1_reduction == "mean" else self.l1
@@ -224,9 +228,8 @@ class SparsityConfig:
     def modification(self) -> str:
         """Modification in the result row: which of the paper's two mitigations of dead neurons are on; without L1, no
         warm-up is. "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
-        warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
-        exempt = self.l1 > 0 and self.exempt > 0
-        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup and not exempt, "hot_exempt": exempt}
+        warmup = self.l1 > 0 and not self.exempt and (self.l1_off_steps or self.l1_ramp_steps)
+        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup, "hot_exempt": self.exempt}
         return "_".join(name for name, used in on.items() if used) or "none"
 
 
