@@ -354,7 +354,7 @@ def test_a_dry_run_ends_with_what_the_study_costs():
     models = study_costs("paper")
     hours, tokens = sum(cost.all_hours for cost in models), sum({cost.tokens for cost in models})
     disk = (sum(cost.runs * cost.checkpoint_bytes for cost in models) + 2 * tokens) / 1e9
-    costs = f"about {hours:,.1f} GPU hours (one H200), {disk:,.1f} GB of"
+    costs = f"about {hours:,.1f} GPU hours of training (one H200), {disk:,.1f} GB of"
     assert f"20 of them trainings (GPUs of each: 8): {costs}" in said[-1]
 
 
