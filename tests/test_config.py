@@ -83,7 +83,8 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("training.steps=1e4", "training.steps must be an integer, got '1e4'"),
         ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
-        ("sparsity.l1_reduction=max", "must be one of sum, mean, got 'max'"),
+        ("model.activation=gelu", "must be one of relu, relu2, silu, got 'gelu'"),
+        ("sparsity.l1_reduction=sum", "unknown option 'sparsity.l1_reduction'"),
         ("execution.micro_batch=x", "must be an integer or null, got 'x'"),
         ("sparsity=3", "sparsity is a group of options"),
         ("--model=demo", "arguments are written key=value"),
@@ -270,10 +271,8 @@ def test_modification(values, name):
     assert name in MODIFICATIONS
 
 
-def test_rows_have_the_coefficient_of_the_sum_over_neurons():
-    config = with_values(TrainConfig(), sparsity={"l1": 0.5, "l1_reduction": "mean"})
-    assert training_columns(config, 3)["l1"] == 0.5 / config.model.intermediate_size
-    assert training_columns(with_values(config, sparsity={"l1_reduction": "sum"}), 3)["l1"] == 0.5
+def test_rows_have_the_coefficient_of_l1():
+    assert training_columns(with_values(TrainConfig(), sparsity={"l1": 0.5}), 3)["l1"] == 0.5
 
 
 @pytest.mark.parametrize(
