@@ -167,13 +167,14 @@ class ClusterConfig(Resources):
                     exclusive.append(" and ".join(given))
         most = math.inf if self.total_gpus is None or not runs_here else self.total_gpus
         shared = [resources for resources in kinds if resources.runs_per_gpu > 1]
+        early = f" + {EARLY_SECONDS}" * in_slurm
         least = 0 if self.executor == "debug" else self.signal_seconds + in_slurm * EARLY_SECONDS
         problems: dict[str, list[Any]] = {
             "environment must hold no secrets: export them where you submit, jobs inherit them": [secret]
             if secret
             else [],
             "environment must hold names of variables": [wrong] if wrong else [],
-            f"minutes must be longer than signal_seconds{f' + {EARLY_SECONDS}' * in_slurm} = {least} s": [
+            f"minutes must be at least {least // 60 + 1} (over signal_seconds{early} = {least} s)": [
                 k.minutes for k in kinds if k.minutes * 60 <= least
             ],
             "runs_per_gpu needs gpus=1: a job of several GPUs has them alone": [k.gpus for k in shared if k.gpus != 1],

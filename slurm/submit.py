@@ -445,7 +445,7 @@ def _show(request: Request, items: Sequence[Item], queued: Mapping[str, str], sa
     each = f" (GPUs of each: {need.nodes * need.gpus})" if trainings and need.gpus else ""
     say(
         f"# Nothing was submitted. {len(items)} items{jobs}, {len(trainings)} of them trainings{each}: "
-        f"about {hours:,.1f} GPU hours (one H200), {disk / 1e9:,.1f} GB of checkpoints and token files"
+        f"about {hours:,.1f} GPU hours of training (one H200), {disk / 1e9:,.1f} GB of checkpoints and token files"
     )
 
 

@@ -83,7 +83,8 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("training.steps=1e4", "training.steps must be an integer, got '1e4'"),
         ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
-        ("sparsity.l1_reduction=max", "must be one of sum, mean, got 'max'"),
+        ("model.activation=gelu", "must be one of relu, relu2, silu, got 'gelu'"),
+        ("sparsity.l1_reduction=sum", "unknown option 'sparsity.l1_reduction'"),
         ("execution.micro_batch=x", "must be an integer or null, got 'x'"),
         ("sparsity=3", "sparsity is a group of options"),
         ("--model=demo", "arguments are written key=value"),
@@ -93,6 +94,7 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
+        ("sparsity.exempt=0.125", "sparsity.exempt=0.125 needs sparsity.l1 > 0: no neuron pays L1 without it"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
 )
@@ -269,19 +271,17 @@ def test_modification(values, name):
     assert name in MODIFICATIONS
 
 
-def test_rows_have_the_coefficient_of_the_sum_over_neurons():
-    config = with_values(TrainConfig(), sparsity={"l1": 0.5, "l1_reduction": "mean"})
-    assert training_columns(config, 3)["l1"] == 0.5 / config.model.intermediate_size
-    assert training_columns(with_values(config, sparsity={"l1_reduction": "sum"}), 3)["l1"] == 0.5
+def test_rows_have_the_coefficient_of_l1():
+    assert training_columns(with_values(TrainConfig(), sparsity={"l1": 0.5}), 3)["l1"] == 0.5
 
 
 @pytest.mark.parametrize(
     "option", ["sparsity.dead_neuron_reinit=true", "sparsity.exempt=0.1", "execution.sparse.backend=reference"]
 )
 def test_what_needs_relu(option):
-    assert parse(TrainConfig, ["execution.sparse.backend=triton", option])
+    assert parse(TrainConfig, ["sparsity.l1=1", "execution.sparse.backend=triton", option])
     with pytest.raises(ConfigError, match=r"needs model.activation=relu"):
-        parse(TrainConfig, ["model.activation=silu", option])
+        parse(TrainConfig, ["sparsity.l1=1", "model.activation=silu", option])
 
 
 # --- ranges of every program ------------------------------------------------------------------------------------------

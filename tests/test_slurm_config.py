@@ -92,8 +92,8 @@ def test_the_example_for_gpus_with_a_type(tmp_path):
         ("slurm", ["environment={'A B': abc}"], "names of variables"),
         ("slurm", ["partition=a\n#SBATCH --account=root"], "partition must not hold control characters or line breaks"),
         ("slurm", ['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
-        ("slurm", ["minutes=3", "signal_seconds=120"], r"longer than signal_seconds \+ 65 = 185 s, got 3"),
-        ("local", ["minutes=2"], "minutes must be longer than signal_seconds = 120 s, got 2"),
+        ("slurm", ["minutes=3", "signal_seconds=120"], r"minutes must be at least 4 \(over .* \+ 65 = 185 s\), got 3$"),
+        ("local", ["minutes=2"], r"minutes must be at least 3 \(over signal_seconds = 120 s\), got 2$"),
         ("slurm", ["kinds={trian: [gpus=1]}"], "kinds of items are prepare_data, train, .*, got trian"),
         ("slurm", ["kinds={other: [gpus=1]}"], "kinds of items are .*, got other"),
         ("slurm", ["sbatch={--gres: 'gpu:1'}"], "sbatch takes options without dashes, .*, got '--gres'"),
@@ -354,7 +354,7 @@ def test_a_dry_run_ends_with_what_the_study_costs():
     models = study_costs("paper")
     hours, tokens = sum(cost.all_hours for cost in models), sum({cost.tokens for cost in models})
     disk = (sum(cost.runs * cost.checkpoint_bytes for cost in models) + 2 * tokens) / 1e9
-    costs = f"about {hours:,.1f} GPU hours (one H200), {disk:,.1f} GB of"
+    costs = f"about {hours:,.1f} GPU hours of training (one H200), {disk:,.1f} GB of"
     assert f"20 of them trainings (GPUs of each: 8): {costs}" in said[-1]
 
 

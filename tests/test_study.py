@@ -193,6 +193,12 @@ def test_a_study_of_parts_has_their_items_in_its_own_folder(tmp_path):
         ("parts: [gpu]\n", "parts: gpu has parts itself"),
         ("parts: [smoke]\ntrainings: {relu: [model=smoke, training.seed=7]}\n", "item relu is there twice"),
         ("trainings: {build: [model=smoke]}\n", "item build is there twice"),
+        (
+            "grid: {model.layers: [2, 3]}\narguments: {train: [model=smoke]}\n",
+            "layers_2 and layers_3: tables would take both for one model, 'smoke', but model.layers is 2 and 3: give",
+        ),
+        ("trainings: {a: [model=demo], b: [model=smoke, model.name=demo]}\n", "a and b: tables would take both for"),
+        ("parts: [smoke]\ntrainings: {wide: [model=smoke, model.intermediate_size=64]}\n", "silu and wide: tables"),
         ("grid: {training.seed: []}\n", "grid: training.seed must have values that differ"),
         ("grid: {training.seed: [1, 1]}\n", "grid: training.seed must have values that differ"),
         ("runs: ''\n", "runs must name a folder"),

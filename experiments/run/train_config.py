@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.run.config import option, section, to_dict
+from experiments.run.config import GONE, option, section, to_dict
 from experiments.run.errors import ConfigError
 from experiments.run.values import DEVICE, LARGEST_SEED, NAME, Pattern
 from twell.names import check_name
@@ -187,14 +187,10 @@ class SparsityConfig:
 
     l1: float = option(
         0.0,
-        "coefficient of the L1 term's mean over the tokens of a step; the paper recommends 2e-5, and 3e-4 with its "
-        "warm-up; the code it released makes 64 times that of both (paper_figures/README.md)",
+        "coefficient of the L1 term: the mean, over layers and the tokens of a step, of the sum over neurons (the "
+        "paper's coefficients only fit the sum, though its equation also divides by N); the paper recommends 2e-5, and "
+        "3e-4 with its warm-up; the code it released makes 64 times that of both (paper_figures/README.md)",
         minimum=0,
-    )
-    l1_reduction: Literal["sum", "mean"] = option(
-        "sum",
-        "over the neurons of a token; always a mean over tokens and layers",
-        source="the paper's coefficients only fit the sum, though its equation also divides by N",
     )
     l1_off_steps: int = option(
         0, "steps without L1 at the beginning; 5000 in the paper's warm-up study", unit="steps", minimum=0
@@ -216,17 +212,16 @@ class SparsityConfig:
     )
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study", minimum=0)
 
-    def l1_of_sum(self, neurons: int) -> float:
-        """Coefficient in the result row: that of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
-        return self.l1 / neurons if self.l1_reduction == "mean" else self.l1
+    def __post_init__(self) -> None:
+        if self.exempt and not self.l1:
+            raise ConfigError(f"sparsity.exempt={self.exempt} needs sparsity.l1 > 0: no neuron pays L1 without it")
 
     @property
     def modification(self) -> str:
         """Modification in the result row: which of the paper's two mitigations of dead neurons are on; without L1, no
         warm-up is. "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
-        warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
-        exempt = self.l1 > 0 and self.exempt > 0
-        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup and not exempt, "hot_exempt": exempt}
+        warmup = self.l1 > 0 and not self.exempt and (self.l1_off_steps or self.l1_ramp_steps)
+        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup, "hot_exempt": self.exempt}
         return "_".join(name for name, used in on.items() if used) or "none"
 
 
@@ -358,6 +353,7 @@ def science_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> s
     if before is None:
         return ""
     nothing = "no such option"
+    now = {key: value for key, value in GONE.items() if key in before} | now
     changed = [key for key in now | before if before.get(key, nothing) != now.get(key, nothing)]
     return "; ".join(f"{key} was {before.get(key, nothing)!r}, now {now.get(key, nothing)!r}" for key in changed)
 
@@ -382,7 +378,7 @@ def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
         "text": config.data.label,
         "tokens_trained": tokens,
         "tokens_per_parameter": tokens / config.model.parameters,
-        "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
+        "l1": config.sparsity.l1,
         "modification": config.sparsity.modification,
         "seed": config.training.seed,
     }

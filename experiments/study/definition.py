@@ -17,7 +17,7 @@ from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
 from experiments.run.output import OutputConfig
-from experiments.run.train_config import TEXT, RunConfig
+from experiments.run.train_config import TEXT, ModelConfig, RunConfig
 from experiments.run.values import NAME, in_one_line, shown
 from experiments.study.graph import PREPARE, Expected, Graph, Item, config_difference, config_of, entry_point
 
@@ -44,6 +44,9 @@ DEFAULT_SECONDS = 10.0
 _BETWEEN = re.compile(r"(?<!\\),(?![^\[{]*[\]}])")
 _COMMAS = "commas separate values, each for a run of its own; a comma within a value is written \\,"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=-]+")
+
+# Name of a model -> the first training that has it, and its options.
+Models = dict[str, tuple[str, dict[str, Any]]]
 
 
 @dataclass
@@ -264,9 +267,10 @@ def study_items(config: StudyConfig) -> Iterator[Item]:
 def _with_duplicates(config: StudyConfig) -> Iterator[Item]:
     """The items of all parts, which may share some, and those that are made from all of them."""
     measured = []
+    models: Models = {}
     for part in config.with_parts():
         kinds = part.kinds or KINDS
-        for item in _own_items(part):
+        for item in _own_items(part, models):
             if item.kind in kinds or (item.kind == PREPARE and "train" in kinds):
                 measured.append(item.name)
                 yield item
@@ -300,10 +304,10 @@ def _with_duplicates(config: StudyConfig) -> Iterator[Item]:
         )
 
 
-def _own_items(config: StudyConfig) -> Iterator[Item]:
+def _own_items(config: StudyConfig, known: Models) -> Iterator[Item]:
     """The trainings, their texts and the measurements on them."""
     names, folder = list(config.trainings), config.folder
-    texts = prepared_texts({name: config.training_arguments(name) for name in names}, config.name, folder)
+    texts = prepared_texts({name: config.training_arguments(name) for name in names}, config.name, folder, known)
     yield from {item.name: item for item in texts.values()}.values()
     for name in names:
         expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
@@ -353,16 +357,19 @@ def _expected_of_benchmark(config: StudyConfig, kind: str, own: Sequence[str]) -
     return tuple(one for op in ops for one in _expected(op, KERNEL_METRICS.get(op, "time")))
 
 
-def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: Path) -> dict[str, Item]:
+def prepared_texts(
+    trainings: Mapping[str, Sequence[str]], study: str, folder: Path, models: Models | None = None
+) -> dict[str, Item]:
     """Training -> the item that makes its token files; trainings that read the same tokens share one.
 
     Args:
         trainings: name -> arguments of experiments.train.
         study: the study's name, for the items' own arguments.
         folder: the study's folder.
+        models: those of the study's other parts, to which these are added; None: models may share a name.
 
     Raises:
-        ConfigError: wrong arguments; the message names the training.
+        ConfigError: wrong arguments, or two models of one name; the message names the trainings.
     """
     items: dict[tuple[str, ...], Item] = {}
     texts = {}
@@ -371,6 +378,8 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
         # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
         if chosen not in items:
             config = config_of(Item(name, "train", "experiments.train", chosen, folder))
+            if models is not None:
+                _check_model(name, config.model, models)
             text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
             # A digest of everything that determines the tokens and their folder: it is unique to a text.
             item = f"{PREPARE}_{sha256_json([text, config.model.vocab_size])[:8]}"
@@ -386,6 +395,21 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
             )
         texts[name] = items[chosen]
     return texts
+
+
+def _check_model(training: str, model: ModelConfig, models: Models) -> None:
+    """Adds the training's model to `models`. Tables know a model by its name, activation and gate.
+
+    Raises:
+        ConfigError: another training has a model of that name that differs in other options.
+    """
+    own = {key: value for key, value in to_dict(model).items() if key not in ("activation", "gated")}
+    first, known = models.setdefault(model.name, (training, own))
+    if differing := [f"model.{key} is {known[key]} and {own[key]}" for key in own if own[key] != known[key]]:
+        raise ConfigError(
+            f"{first} and {training}: tables would take both for one model, {shown(model.name)}, but "
+            f"{', '.join(differing)}: give one of them another model.name="
+        )
 
 
 def _item(config: StudyConfig, name: str, kind: str, *own: str, **fields: Any) -> Item:

@@ -20,14 +20,13 @@ class LossModel(nn.Module):
     """The model with its loss: tokens int64 [B, S + 1] -> (cross-entropy, L1 term), float32 scalars.
 
     Cross-entropy is in nats, the mean over tokens. The L1 term is the mean over layers of `FFNStats.l1` (mean over
-    tokens of the sum over neurons of |h|; with `l1_reduction="mean"`, of the mean over neurons), before its
-    coefficient. It is 0, without a gradient, while the blocks keep no statistics.
+    tokens of the sum over neurons of |h|), before its coefficient. It is 0, without a gradient, while the blocks keep
+    no statistics.
     """
 
-    def __init__(self, model: LlamaForCausalLM, *, precision: str = "bfloat16", l1_reduction: str = "sum") -> None:
+    def __init__(self, model: LlamaForCausalLM, *, precision: str = "bfloat16") -> None:
         super().__init__()
         self.model = model
-        self.l1_reduction = l1_reduction
         self._autocast = precision == "bfloat16"
         self._cross_entropy_of = self._cross_entropy
 
@@ -48,8 +47,7 @@ class LossModel(nn.Module):
         terms = [block.stats.l1 for block in feed_forward_blocks(self.model) if block.stats is not None]
         if not terms:
             return cross_entropy, torch.zeros_like(cross_entropy)
-        l1 = torch.stack(terms).mean()
-        return cross_entropy, l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
+        return cross_entropy, torch.stack(terms).mean()
 
     def _cross_entropy(self, hidden_BSK: Tensor, targets_BS: Tensor) -> Tensor:
         with torch.autocast(hidden_BSK.device.type, torch.bfloat16, enabled=self._autocast):

@@ -97,9 +97,7 @@ class Trainer:
         self.model = build_model(config.model, seed=config.training.seed, device=device)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
-        self.loss_model = LossModel(
-            self.model, precision=config.training.precision, l1_reduction=config.sparsity.l1_reduction
-        )
+        self.loss_model = LossModel(self.model, precision=config.training.precision)
         if config.execution.compile:
             self.loss_model.compile_parts()
         if config.execution.activation_checkpointing:
@@ -293,8 +291,7 @@ class Trainer:
         rates_LN = self._mean_rates(count, lambda chosen: windows(self.tokens.validation, chosen, length))
         if self.group.first:
             names = {"study": self.config.run.study, "item": self.config.run.item}
-            l1 = self.config.sparsity.l1_of_sum(self.config.model.intermediate_size)
-            shown = {"model": self.config.model.name, "l1": l1}
+            shown = {"model": self.config.model.name, "l1": self.config.sparsity.l1}
             firing.append(self.folder, self.step, count * length, rates_LN, names | shown)
 
     # --- what is kept -------------------------------------------------------------------------------------------------
