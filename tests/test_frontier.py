@@ -169,7 +169,7 @@ def test_lines_join_sparse_models_of_one_width_and_the_others_tell_theirs():
         len(bars.lines[0].get_xdata()) for bars in axes.containers if bars.get_label() == "L1, hot neurons exempt"
     ]
     assert sorted(joined) == [1, 2]
-    assert {text.get_text() for text in axes.texts} == {"48", "96", "1e-2", "3e-2", "1e-2, N = 192"}
+    assert {text.get_text() for text in axes.texts} == {"48", "96", "1e-2", "3e-2", "1e-2 (192)"}
 
 
 def test_hot_exempt_l1_stands_beside_the_dense_width_with_its_loss(monkeypatch):

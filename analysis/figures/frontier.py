@@ -36,8 +36,8 @@ MEANS = ["change", "train_change", *COSTS, "beyond", "train_beyond"]
     "J",
     "figureJ_frontier",
     "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
-    "Left is faster, down better. Numbers: L1; neurons of dense models. Compiled, each layer dense or sparse as is "
-    "faster: sparse models over dense products of the same run, dense ones and other widths over the widest ReLU "
+    "Left is faster, down better. Numbers: L1 (neurons); dense ones' neurons. Compiled, each layer dense or sparse as "
+    "is faster: sparse models over dense products of the same run, dense ones and other widths over the widest ReLU "
     "model. Seeds not timed: the others' mean time. Blocks: alone, added up; open: without silent neurons.",
 )
 def frontier(results: Results) -> Sketch:
@@ -49,8 +49,9 @@ def frontier(results: Results) -> Sketch:
         for axes, name, title in zip(line, ("time", "blocks"), ("whole model", "blocks"), strict=True):
             _panel(axes, where(data, scale=size), name)
             axes.set(title=f"({next(letters)}) {size}, {title}", xlabel="measured time, % of the dense model's")
+            axes.margins(x=0.1)  # room for labels
             axes.locator_params(axis="x", nbins=6)
-        line[0].set_ylabel("cross-entropy against dense ReLU")
+        line[0].set_ylabel("held-out cross-entropy against dense")
     legends = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid[:, 0]]
     kinds = {label: handle for legend in legends for handle, label in legend}
     picture.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds))
@@ -178,7 +179,7 @@ def _labels(size: pd.DataFrame) -> list[str]:
     """Neurons of dense models; of sparse ones L1, and their neurons if the widest dense ReLU model has others."""
     sparse, widest = size["l1"] > 0, where(size, kind=DENSE)["intermediate"].max()
     neurons = size["intermediate"].map("{:,.0f}".format)
-    other_width = (", N = " + neurons).where(size["intermediate"] != widest, "")
+    other_width = (" (" + neurons + ")").where(size["intermediate"] != widest, "")
     return list(neurons.mask(sparse, size["l1"].map(l1_label) + other_width))
 
 

@@ -259,7 +259,7 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], c
             (middle_x, middle_y), half = centre + shift, (width / 2, height / 2)
             box = (middle_x - half[0], middle_y - half[1], middle_x + half[0], middle_y + half[1])
             outside = width * height - _overlap(box, frame)
-            cost = 9 * outside + sum(weight * _overlap(box, other) for weight, other in taken)
+            cost = 9 * outside + sum(weight * _overlap(box, other) for weight, other in taken) + np.hypot(*shift)
             boxes.append((round(cost), box, shift))
         _, box, shift = min(boxes, key=lambda candidate: candidate[0])
         taken.append((9, box))
