@@ -352,25 +352,6 @@ def test_a_checkpoint_of_another_run_is_not_loaded_as_this_one(run_dir):
         load_trained(run_dir)
 
 
-def test_a_run_whose_l1_was_a_sum_when_that_was_an_option_is_read_and_one_of_a_mean_is_not(run_dir):
-    path, config = run_dir / "checkpoints/step_00000002", run_dir / "config.yaml"
-    text = config.read_text()
-
-    def write(reduction):
-        old = science(CONFIG) | {"sparsity.l1_reduction": reduction}
-        rewrite_state(path, lambda state: state.update(science=old))
-        config.write_text(text.replace("sparsity:\n", f"sparsity:\n  l1_reduction: {reduction}\n"))
-
-    write("sum")
-    assert load_trained(run_dir).step == 2
-    write("mean")
-    with pytest.raises(CheckpointError, match=r"unknown option 'sparsity.l1_reduction' \(in .*config.yaml"):
-        load_trained(run_dir)
-    config.write_text(text)
-    with pytest.raises(CheckpointError, match=r"\(sparsity.l1_reduction was 'mean', now 'sum'\)"):
-        load_trained(run_dir)
-
-
 def test_a_run_of_another_configuration_cannot_be_loaded(run_dir):
     (run_dir / "config.yaml").write_text("model: {layer: 3}")
     with pytest.raises(CheckpointError, match=r"did you mean 'model.layers'"):

@@ -84,7 +84,6 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
         ("model.activation=gelu", "must be one of relu, relu2, silu, got 'gelu'"),
-        ("sparsity.l1_reduction=sum", "unknown option 'sparsity.l1_reduction'"),
         ("execution.micro_batch=x", "must be an integer or null, got 'x'"),
         ("sparsity=3", "sparsity is a group of options"),
         ("--model=demo", "arguments are written key=value"),

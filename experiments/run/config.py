@@ -41,8 +41,6 @@ from experiments.run.values import Range, in_one_line, name_shown, read_yaml, sh
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
-# Options that are no more -> the value that is now the only one: files that earlier versions wrote may give it.
-GONE = {"sparsity.l1_reduction": "sum"}
 T = TypeVar("T")
 Assignment = tuple[str, Any, str]  # dotted key, value, where it comes from: " (in FILE)", or nothing
 log = logging.getLogger(__name__)
@@ -199,8 +197,7 @@ def _of_file(cls: type, path: Path) -> list[Assignment]:
         raise ConfigError(f"{name_shown(str(path))} cannot be read: {reason}") from error
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got a {type(content).__name__}")
-    leaves = _leaves(content or {}, cls)
-    return [(key, value, f" (in {path})") for key, value in leaves if key not in GONE or value != GONE[key]]
+    return [(key, value, f" (in {path})") for key, value in _leaves(content or {}, cls)]
 
 
 def _of_preset(cls: type, path: Path) -> list[Assignment]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.run.config import GONE, option, section, to_dict
+from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
 from experiments.run.values import DEVICE, LARGEST_SEED, NAME, Pattern
 from twell.names import check_name
@@ -353,7 +353,6 @@ def science_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> s
     if before is None:
         return ""
     nothing = "no such option"
-    now = {key: value for key, value in GONE.items() if key in before} | now
     changed = [key for key in now | before if before.get(key, nothing) != now.get(key, nothing)]
     return "; ".join(f"{key} was {before.get(key, nothing)!r}, now {now.get(key, nothing)!r}" for key in changed)
 
