@@ -217,8 +217,9 @@ def test_an_l1_schedule():
     schedule = L1Schedule(0.6, off=2, ramp=3)
     assert [schedule.at(step) for step in range(6)] == pytest.approx([0, 0, 0.2, 0.4, 0.6, 0.6])
     assert L1Schedule(0.5).at(0) == 0.5
-    with pytest.raises(ValueError, match="exempt below 1"):
-        L1Schedule(0.5, exempt=1)
+    for wrong in ({"coefficient": 0.5, "exempt": 1}, {"coefficient": "1e-2"}, {"coefficient": float("nan")}):
+        with pytest.raises(ValueError, match="an L1 schedule needs numbers of at least 0, and exempt below 1, got L1S"):
+            L1Schedule(**wrong)
 
 
 def trained(folder, model, callbacks=(), steps=4, resume=None, accumulate=1, attributes=(), **l1):

@@ -1,6 +1,6 @@
 """Training with transformers' Trainer: the L1 term and its schedule, statistics in the log, and autotuning."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class L1Schedule:
     exempt: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.coefficient < 0 or self.off < 0 or self.ramp < 0 or not 0 <= self.exempt < 1:
+        if not all(isinstance(value, int | float) and value >= 0 for value in astuple(self)) or self.exempt >= 1:
             raise ValueError(f"an L1 schedule needs numbers of at least 0, and exempt below 1, got {self}")
 
     def at(self, step: int) -> float:
