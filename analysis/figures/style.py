@@ -226,8 +226,9 @@ def reference_line(axes: Axes, value: float, text: str = "") -> None:
 
 
 def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], colours: Iterable[str]) -> None:
-    """Label points, each in its colour, so that labels lie inside the axes and, where there is room, on no point, line,
-    error bar or other label. Call it after everything else is drawn, with the scales and the legend as they stay."""
+    """Label points, each in its colour, so that labels lie inside the axes, near their points and, where there is room,
+    on no point, line, error bar or other label. Call it after everything else is drawn, with the scales and the legend
+    as they stay."""
     picture = cast(Figure, axes.figure)
     picture.draw_without_rendering()  # lays the panels out
     point = 72 / picture.dpi

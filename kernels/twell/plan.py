@@ -22,8 +22,8 @@ class Plan:
         neurons, whose weights are copied in each call: for trainings, where an optimizer has a state by neuron
         and neurons cannot be sorted.
     screened: so many trailing neurons, of neurons sorted by firing rate, fire so rarely that a bound of their gate
-        products rules most entries out. For calls of a gated block for y alone, with at least 24,576 tokens, on a
-        backend that can ("hopper": int8 decides what is computed, no value); others compute all neurons alike.
+        products rules most entries out. For calls of a gated block for y alone, from `memory.SCREENS_FROM` tokens on,
+        on a backend that can ("hopper": int8 decides what is computed, no value); others compute all neurons alike.
     up_to: ((tokens, backend), ...), ascending: the backends of calls with at most so many tokens, where it is not
         `backend`. Programs that torch.export made for any number of tokens use `backend` alone.
     capacity: the non-zeros per token (mean over the tokens) that a sparse call with gradients can save. With more,
